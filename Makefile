@@ -1,0 +1,50 @@
+# make demo and make test are the only commands a newcomer needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt Makefile
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/llmconsole demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks
+
+# A training node has a torch that fits its driver: where $(PYTHON) can import one, the environment is
+# layered on it and only the other pins apply. Everywhere else the tested versions are installed.
+$(VENV)/.created: $(SOURCES)
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	    test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV); \
+	    grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
+	else \
+	    test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	    cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.created
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dev: $(VENV)/.created
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[test,dev]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""Readable FP64 reference computations."""

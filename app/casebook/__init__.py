@@ -1,0 +1,1 @@
+"""The case log: cards, search, resolving, git."""

@@ -1,0 +1,1 @@
+"""The seed cases, shipped as data."""

@@ -1,0 +1,1 @@
+"""The demo: a small real training run with a fault in it."""

@@ -1,0 +1,1 @@
+"""Attaches to a PyTorch loop and keeps the evidence."""
