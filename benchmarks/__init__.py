@@ -1,0 +1,1 @@
+"""Measurements whose figures the README quotes: ratios taken side by side in one run."""
