@@ -40,7 +40,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("build")
     source = work / "source"
     shutil.copytree(
-        ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__")
+        ROOT,
+        source,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__"),
     )
     build = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
     subprocess.run(
@@ -50,7 +53,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.unpack_archive(sdist, work / "unpacked", filter="data")
     [unpacked] = (work / "unpacked").iterdir()
     subprocess.run(
-        [sys.executable, "-c", build, "build_wheel", str(work)], cwd=unpacked, check=True, capture_output=True, text=True
+        [sys.executable, "-c", build, "build_wheel", str(work)],
+        cwd=unpacked,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     [wheel] = work.glob("*.whl")
     return wheel

@@ -1,0 +1,1 @@
+"""The console: a Textual program over the same worker and the same reports as the command line."""
