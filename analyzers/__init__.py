@@ -1,1 +1,1 @@
-
+"""Reference computations, named faults, and the rules that use them."""

@@ -1,0 +1,95 @@
+"""Run the rules on one capsule, each by itself: what is absent is skipped, what raises is a row, the rest goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from . import ladder
+from .finding import Finding, Kind, Severity, Stage
+from .registry import Rule, all_rules, plugin_warnings
+from .report import CapsuleName, CapsuleReport, RuleError, Skipped
+
+if TYPE_CHECKING:
+    from ..capsules import Capsule
+
+#: Findings kept of one rule; a rule that says more is cut there and the report says so.
+MAX_FINDINGS_PER_RULE = 32
+
+_SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+_KINDS: tuple[Kind, ...] = ("hygiene", "consequence", "divergence")
+
+
+def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleReport:
+    """Run ``rules`` on ``capsule`` and rank what they say. Never raises.
+
+    Args:
+        capsule: an open capsule; it is not changed.
+        rules: the rules to run; every registered one where None.
+    """
+    findings: list[Finding] = []
+    skipped: list[Skipped] = []
+    errors: list[RuleError] = []
+    silent: list[Rule] = []
+    failed: set[Stage] = set()
+
+    if rules is None:
+        rules = all_rules()
+        errors.extend(RuleError(rule="plug-in", error=_line(warning)) for warning in plugin_warnings())
+    for rule in rules:
+        try:
+            missing = tuple(need for need in rule.needs if not capsule.has(need))
+            if missing:
+                skipped.append(Skipped(rule=rule.id, missing=missing))
+                continue
+            said = 0
+            for finding in rule.function(capsule):
+                if said == MAX_FINDINGS_PER_RULE:
+                    errors.append(
+                        RuleError(rule=rule.id, error=f"more than {said} findings: the first {said} are shown")
+                    )
+                    break
+                findings.append(_complete(finding, rule))  # what was said before a rule raised stays said
+                said += 1
+        except Exception as error:  # a rule's fault must not silence the others
+            errors.append(RuleError(rule=rule.id, error=_line(f"{type(error).__name__}: {error}")))
+            failed.add(rule.stage)
+            continue
+        if not said:
+            silent.append(rule)
+
+    ranked = ladder.attribute(findings, {rule.id: rule.explained_by for rule in rules})
+    first = ladder.first_divergence(ranked)
+    return CapsuleReport(
+        capsule=CapsuleName(id=str(capsule.id), title=str(capsule.title), path=str(capsule.path)),
+        first_divergence=first,
+        findings=ranked,
+        ladder=ladder.marks(ranked, {rule.stage for rule in silent}, failed, first),
+        quiet=tuple(rule.id for rule in silent),
+        skipped=tuple(skipped),
+        errors=tuple(errors),
+    )
+
+
+def _complete(finding: Finding, rule: Rule) -> Finding:
+    """Fill what the declaration says; a finding may be milder than its rule, never louder."""
+    severity = finding.severity or rule.severity
+    kind = finding.kind or rule.kind
+    return msgspec.structs.replace(
+        finding,
+        rule=rule.id,
+        stage=rule.stage,
+        severity=min(severity, rule.severity, key=_SEVERITIES.index),
+        kind=min(kind, rule.kind, key=_KINDS.index),
+        cause=None if finding.confidence == "undetermined" else finding.cause,
+        cases=finding.cases or rule.cases,
+        caused_by=None,
+    )
+
+
+def _line(text: str, limit: int = 400) -> str:
+    """The text on one line, cut to ``limit`` characters."""
+    joined = " ".join(text.split())
+    return joined if len(joined) <= limit else joined[: limit - 1] + "…"
