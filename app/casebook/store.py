@@ -1,0 +1,202 @@
+"""The only module that runs git: what a repository holds, and the commit of one file and nothing else.
+
+Every call is one git process that has ended when the call returns. User text never stands where git looks for an
+option; hooks and signing are the repository's own business and are left on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ..text import one_line
+
+#: Seconds between tries while another git process holds the index.
+LOCK_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.5)
+
+
+class StoreError(Exception):
+    """git, or the repository, refuses; one line that says what, where, and what to do."""
+
+
+class Repository:
+    """A git work tree.
+
+    Args:
+        start: a directory in the work tree.
+
+    Raises:
+        StoreError: no git, no work tree, or git does not trust it.
+    """
+
+    def __init__(self, start: Path) -> None:
+        if not start.is_dir():
+            raise StoreError(f"{start} is no directory; give one inside a git repository")
+        self._directory = start
+        self.root = Path(os.fsdecode(self._git("rev-parse", "--show-toplevel").rstrip(b"\n")))
+        self._directory = self.root
+        self.git_directory = Path(os.fsdecode(self._git("rev-parse", "--absolute-git-dir").rstrip(b"\n")))
+
+    def relative(self, path: Path) -> str:
+        """``path`` seen from the root of the work tree.
+
+        Raises:
+            StoreError: it lies outside, or inside ``.git``.
+        """
+        try:
+            relative = path.resolve().relative_to(self.root.resolve()).as_posix()
+        except ValueError:
+            raise StoreError(f"{path} lies outside the repository {self.root}") from None
+        if relative == ".git" or relative.startswith(".git/"):
+            raise StoreError(f"{path} lies inside .git")
+        return relative
+
+    def commit_id(self, revision: str) -> str | None:
+        """Full id of the commit that ``revision`` names, or None; what looks like an option names nothing."""
+        if not revision or revision.startswith("-") or "\x00" in revision:
+            return None
+        try:
+            name = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        except StoreError:
+            return None
+        return name.decode().strip()
+
+    def subject(self, commit: str) -> str:
+        """First line of a commit's message."""
+        return self._git("log", "-1", "--format=%s", commit, "--").decode("utf-8", "replace").strip()
+
+    def show(self, commit: str, relative: str, *, filtered: bool = False) -> bytes | None:
+        """Content of a file at a commit, or None where it is not a file there.
+
+        Args:
+            commit: a full commit id.
+            relative: path from the root.
+            filtered: as it would lie in the work tree (line ends and other filters applied).
+        """
+        kind = ("--filters",) if filtered else ("blob",)
+        try:
+            return self._git("cat-file", *kind, f"{commit}:{relative}")
+        except StoreError:
+            return None
+
+    def tracked(self, relative: str) -> bool:
+        """Whether the index knows the file."""
+        return bool(self._git("ls-files", "-z", "--", f":(top,literal){relative}"))
+
+    def commit(self, path: Path, message: str, delays: Sequence[float] = LOCK_DELAYS) -> str:
+        """Commit one file as it lies in the work tree, and only it; return the commit's id.
+
+        Staged and unstaged changes of other files stay as they are. On failure the index is as it was.
+
+        Args:
+            path: the file.
+            message: the whole message.
+            delays: seconds to wait between tries while another process holds the index.
+
+        Raises:
+            StoreError: git refused; in its own words, or in ours where we know what to do.
+        """
+        pathspec = f":(top,literal){self.relative(path)}"
+        added = False
+        try:
+            if not self.tracked(self.relative(path)):
+                self._patiently(delays, "add", "--", pathspec)
+                added = True
+            with tempfile.TemporaryFile() as text:
+                text.write(message.encode("utf-8", "replace"))
+                self._patiently(delays, "commit", "--quiet", "--file=-", "--only", "--", pathspec, text=text)
+        except BaseException:
+            if added:
+                with contextlib.suppress(StoreError):
+                    self._patiently(delays, "rm", "--cached", "--quiet", "--", pathspec)
+            raise
+        return self._git("rev-parse", "--verify", "HEAD").decode().strip()
+
+    def summary(self, commit: str) -> str:
+        """What a commit is and touches, as git tells it (``git show --stat``)."""
+        return self._git("show", "--stat", "--format=medium", "--no-color", commit, "--").decode("utf-8", "replace")
+
+    @contextlib.contextmanager
+    def locked(self, wait: float = 30.0) -> Generator[None]:
+        """Hold the case log against other resolvers in this work tree.
+
+        Raises:
+            StoreError: another one held it for ``wait`` seconds.
+        """
+        path = self.git_directory / "llmconsole-cases.lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error.strerror}") from error
+        try:
+            deadline = time.monotonic() + wait
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise StoreError(f"another llmconsole holds {path}; try again when it is done") from None
+                    time.sleep(0.05)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _patiently(self, delays: Sequence[float], *arguments: str, text: BinaryIO | None = None) -> None:
+        for delay in (*delays, None):
+            if text is not None:
+                text.seek(0)
+            try:
+                self._git(*arguments, text=text)
+                return
+            except StoreError as error:
+                if ".lock': File exists" not in str(error):
+                    raise
+                if delay is None:
+                    raise StoreError(
+                        f"another git process holds {self.git_directory / 'index.lock'}; "
+                        "try again, or remove that file if none is running"
+                    ) from None
+                time.sleep(delay)
+
+    def _git(self, *arguments: str, text: BinaryIO | None = None) -> bytes:
+        """Run git to its end and return what it printed."""
+        import git
+
+        try:
+            status, output, errors = git.Git().execute(
+                ["git", "-C", os.fspath(self._directory), *arguments],
+                istream=text,
+                with_extended_output=True,
+                with_exceptions=False,
+                stdout_as_string=False,
+                strip_newline_in_stdout=False,
+                env={"GIT_TERMINAL_PROMPT": "0"},
+            )
+        except git.GitCommandNotFound:
+            raise StoreError("git is not on the PATH; install it") from None
+        if status:
+            raise StoreError(_reason(str(errors), arguments[0], self._directory))
+        assert isinstance(output, bytes)
+        return output
+
+
+def _reason(errors: str, command: str, directory: Path) -> str:
+    """Git's complaint as one line; where the way out is known, that."""
+    if "tell me who you are" in errors or "empty ident name" in errors or "unable to auto-detect email" in errors:
+        return (
+            "git does not know who commits: git config --global user.name NAME and user.email ADDRESS, "
+            "or set GIT_AUTHOR_NAME, GIT_AUTHOR_EMAIL, GIT_COMMITTER_NAME and GIT_COMMITTER_EMAIL"
+        )
+    if "not a git repository" in errors:
+        return f"{directory} is not inside a git repository; give one with --repo, or run git init"
+    if "this operation must be run in a work tree" in errors:
+        return f"{directory} is a bare repository; give a work tree with --repo"
+    lines = [line for line in errors.splitlines() if line.strip() and not line.startswith("hint:")]
+    return f"git {command}: {one_line(' · '.join(lines[-4:]) or 'failed without a word', 600)}"

@@ -1,0 +1,135 @@
+"""The command line: dispatch on the first word; a command's module is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .output import UNUSABLE, CommandError, narrate
+from .text import one_line
+
+#: Every command, in the order a newcomer needs them.
+COMMANDS = {
+    "demo": "train a small model until it breaks, and see what llmconsole makes of it",
+    "analyze": "name the first place where a run left the expected path",
+    "show": "what a capsule holds, and whether it can be replayed",
+    "rules": "every check; with an id, its documentation",
+    "cases": "search the log of resolved incidents",
+    "incident": "resolve an incident: a case in the log, committed",
+    "env": "the environment as a capsule would record it",
+    "doctor": "what this machine offers, and what to do about what it lacks",
+}
+
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line and leave with status 2."""
+        raise CommandError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 nothing found, 1 findings, 2 unusable path or usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A terminal that cannot show a sign gets an escape for it, never an encoding error.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore
+    try:
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
+    except CommandError as error:
+        narrate(error)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        narrate("interrupted")
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`); Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except SystemExit as leaving:  # --help and --version of argparse
+        return leaving.code if isinstance(leaving.code, int) else UNUSABLE
+    except Exception as error:
+        if os.environ.get("LLMCONSOLE_DEBUG"):
+            raise
+        narrate(
+            f"internal error, {type(error).__name__}: {one_line(error, 300)}; "
+            "please report it (LLMCONSOLE_DEBUG=1 shows where it happened)"
+        )
+        return UNUSABLE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    word = arguments[0] if arguments else ""
+    if word in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if word in ("-V", "--version", "version"):
+        print(f"llmconsole {_version()}")
+        return 0
+    if word in COMMANDS:
+        return _run(word, arguments[1:])
+    if not word or os.path.isdir(word) or word.startswith("-"):
+        return _run("home", arguments)
+    raise CommandError(_unknown(word))
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    from importlib import import_module
+
+    module = import_module(f".commands.{command}", __package__)
+    prog = "llmconsole" if command == "home" else f"llmconsole {command}"
+    parser = Parser(
+        prog=prog,
+        description=module.__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    status = module.run(parser.parse_args(arguments))
+    return int(status)
+
+
+def _unknown(word: str) -> str:
+    import difflib
+
+    if os.path.exists(word):
+        return f"{word} is a file, not a command: llmconsole analyze {word}"
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    advice = f"did you mean llmconsole {near[0]}?" if near else "llmconsole --help lists the commands"
+    return f"no command and no directory is called {word}; {advice}"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items())
+    return f"""\
+usage: llmconsole [DIR]            the capsules of a directory (default LLMCONSOLE_DIR, else this one)
+       llmconsole COMMAND …        one of the commands below; COMMAND --help says more
+
+{commands}
+
+Every command takes --json. Exit status: 0 nothing found, 1 findings of severity warning or above,
+2 a path that cannot be used, or a wrong command line."""
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("llmconsole")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

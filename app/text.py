@@ -1,0 +1,70 @@
+"""Text from capsules, file names and git is hostile: here it is made visible before it reaches a terminal."""
+
+from __future__ import annotations
+
+import re
+
+# Letters by category that paint nothing (fillers), so `isprintable` lets them pass.
+_BLANK_LETTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\U000e0100")
+
+# What JSON may hold raw but a terminal must not see: DEL, C1, format and bidi controls, separators, private use, tags.
+_UNSAFE_IN_JSON = re.compile(
+    "[\x7f-\x9f\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\U000e0000-\U000e0fff]"
+)
+
+
+def visible(text: object, keep: str = "") -> str:
+    r"""Make every character that does not print visible as an escape (``\x1b``, ``\u202e``).
+
+    Covers C0 and C1 controls (so every escape sequence), bidirectional overrides, zero-width and other format
+    characters, line separators, lone surrogates, private use and unassigned code points.
+
+    Args:
+        text: anything; what is not a string is converted.
+        keep: control characters that may pass, such as ``"\n"`` in a block of documentation.
+    """
+    string = text if isinstance(text, str) else str(text)
+    if string.isprintable() and string.isascii():
+        return string
+    return "".join(char if _prints(char) or char in keep else _escape(char) for char in string)
+
+
+def one_line(text: object, limit: int = 500) -> str:
+    """``visible`` on a single line: runs of white space become one blank, and the middle of a long text is left out."""
+    string = visible(" ".join((text if isinstance(text, str) else str(text)).split()))
+    if len(string) <= limit:
+        return string
+    head = limit * 2 // 3
+    return f"{string[:head]} … {string[-(limit - head) :]}"
+
+
+def keep_tail(text: str, width: int) -> str:
+    """Shorten to ``width`` characters by dropping the head: the end of a long name tells more (``…23.mlp.down``)."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def safe_json(document: str) -> str:
+    r"""Escape, inside JSON text, what a terminal would act on; the document stays equal JSON."""
+    return _UNSAFE_IN_JSON.sub(lambda match: _json_escape(match.group()), document)
+
+
+def _prints(char: str) -> bool:
+    if char in _BLANK_LETTERS:
+        return False
+    # Spaces other than U+0020 (the ideographic one, say) are harmless, though not `isprintable`.
+    return char.isprintable() or char in "\u00a0\u2002\u2003\u2009\u202f\u3000"
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    if char in "\n\r\t":
+        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[char]
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _json_escape(char: str) -> str:
+    encoded = char.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{encoded[i : i + 4]}" for i in range(0, len(encoded), 4))
