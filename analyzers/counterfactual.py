@@ -8,7 +8,6 @@ them. Pure and deterministic: the perturbations that measure rounding come from 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,23 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import finding
+from .rounding import UNIT_ROUNDOFF, Noise, scalar_tolerance, tensor_z
 
 Array = NDArray[np.float64]
 Value = float | Array
 Spec = Hashable
 
-#: Half a unit in the last place of 1.0: the largest relative error of one rounding.
-UNIT_ROUNDOFF = {
-    "float64": 2.0**-53,
-    "float32": 2.0**-24,
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-}
-
 #: Random perturbations of the inputs that measure how much rounding can move a candidate.
 DRAWS = 16
-#: A scalar fits within the printed rounding plus this many standard deviations.
-SIGMAS = 6.0
 #: Values closer than this (relative) are one value: the faults behind them cannot be told apart on this input.
 SAME = 1e-11
 #: Expected matches by chance up to which a verdict may be confirmed, and up to which a single fault may be named.
@@ -46,20 +36,6 @@ RUNNER_UP = 3.0
 SCREEN_ROWS = 32
 
 Status = Literal["healthy", "confirmed", "likely", "undetermined"]
-
-
-@dataclass(frozen=True)
-class Noise:
-    """One draw of ± one unit roundoff on every input; the same draw perturbs the same input alike for every spec."""
-
-    seed: int
-    draw: int
-    roundoff: float
-
-    def __call__(self, array: Array, name: str) -> Array:
-        """``array`` with each element scaled by 1 ± roundoff; ``name`` keeps the draws of two inputs apart."""
-        generator = np.random.default_rng((self.seed, self.draw, zlib.crc32(name.encode())))
-        return array * (1.0 + self.roundoff * generator.choice((-1.0, 1.0), size=array.shape))
 
 
 #: ``reference(case, spec, noise, rows)``: the value under a specification in FP64, NaN where it cannot be computed.
@@ -174,30 +150,6 @@ def explain(
     if not all(np.isfinite(each.value).any() if each.is_tensor else np.isfinite(each.value) for each in observations):
         raise ValueError("an observed value is not finite")
     return _Search(tuple(observations), tuple(healthy), tuple(faults), seed).verdict()
-
-
-def scalar_tolerance(observation: Observation, candidate: float, sigma: float) -> float:
-    """½·10⁻ᵈ + 6·√(σ² + (u·|v|)²): half a printed unit and six standard deviations of the rounding."""
-    printed = 0.5 * 10.0**-observation.decimals if observation.decimals is not None else 0.0
-    # 1 % guards the printed half unit itself against the binary rounding of a decimal number.
-    return 1.01 * printed + SIGMAS * float(np.hypot(sigma, observation.value_roundoff * abs(candidate)))
-
-
-def tensor_z(observed: Array, reference: Array, sigma: Array, roundoff: float) -> tuple[float, float]:
-    """(largest row RMS, overall RMS) of the error in standard deviations; rows that are not finite are left out.
-
-    z² = (o − r)² / (σ² + (u·r)² + 0.05 · row mean of those): the last term keeps elements that happen to be near
-    zero from standing out.
-    """
-    width = observed.shape[-1] if observed.ndim > 1 else 1
-    flat_o, flat_r, flat_s = (each.reshape(-1, width) for each in (observed, reference, sigma))
-    usable = np.isfinite(flat_o).all(axis=1) & np.isfinite(flat_r).all(axis=1)
-    if not usable.any():
-        return np.inf, np.inf
-    variance = flat_s[usable] ** 2 + (roundoff * flat_r[usable]) ** 2
-    mean = variance.mean(axis=1, keepdims=True) if width > 1 else variance.mean()
-    z2 = (flat_o[usable] - flat_r[usable]) ** 2 / np.maximum(variance + 0.05 * mean, 1e-300)
-    return float(np.sqrt(z2.mean(axis=1).max())), float(np.sqrt(z2.mean()))
 
 
 class _Search:
@@ -323,12 +275,12 @@ class _Search:
             return max(worst / row_limit, overall / limit), limit * spread, overall
         observed, computed = float(observation.value), float(value)
         off = abs(observed - computed)
-        near = scalar_tolerance(observation, computed, 0.0)
+        near = scalar_tolerance(computed, 0.0, observation.value_roundoff, observation.decimals)
         # Rounding is measured only where it can decide: elsewhere the healthy candidate's stands in for it.
         usual = self._usual_sigma[index]
         reach = max(0.02 * abs(observed), 150.0 * observation.input_roundoff * abs(observed), 40.0 * usual)
         sigma = float(self._sigma(observation, spec, computed)) if off <= near + reach else usual
-        tolerance = scalar_tolerance(observation, computed, sigma)
+        tolerance = scalar_tolerance(computed, sigma, observation.value_roundoff, observation.decimals)
         return off / max(tolerance, 1e-300), tolerance, 0.0
 
     @cached_property

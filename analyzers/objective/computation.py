@@ -1,0 +1,412 @@
+"""Which computation gave the reported loss: one counterfactual run, shared by the rules that name its faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..counterfactual import Observation, Verdict, explain
+from ..finding import Confidence, Evidence, Finding, Severity, Where
+from ..registry import rule
+from .loss_case import Observed, observed_windows
+from .loss_faults import BY_NAME, CATALOGUE, LAWFUL_CHOICES, LossSpec, NamedFault, lawful_specs, reported_loss
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+#: What the counterfactuals compute from.
+NEEDS = (
+    "batches.input_ids",
+    "batches.labels",
+    "batches.logits|batches.target_logits",
+    "batches.reported_loss|scalars.loss",
+)
+#: Reductions a manifest may declare.
+REDUCTIONS = ("token-mean", "sequence-mean", "sum")
+#: Settings that add to the loss or change the logits after they were captured: then a number that is no plain
+#: cross-entropy is no surprise.
+_EXTRA = re.compile(
+    r"label_smoothing|z_loss|aux_loss|router_.*coef|load_balanc|soft_?cap|focal|class_weight|mtp|distill", re.IGNORECASE
+)
+
+_Run = tuple[Verdict, tuple[Observed, ...]] | None
+_runs: WeakKeyDictionary[Capsule, _Run] = WeakKeyDictionary()
+
+
+def loss_verdict(capsule: Capsule) -> _Run:
+    """The verdict over all windows that can be computed again, and those windows; None where there is none.
+
+    Computed once a capsule: the rules below share it.
+    """
+    if capsule not in _runs:
+        _runs[capsule] = _explain(capsule)
+    return _runs[capsule]
+
+
+def _explain(capsule: Capsule) -> _Run:
+    reduction = declared_reduction(capsule)
+    observed = [
+        each
+        for each in observed_windows(capsule)
+        if np.isfinite(reported_loss(each.window, LossSpec(reduction=reduction or "token-mean"), None, None))
+    ]
+    if not observed:
+        return None
+    verdict = explain(
+        [
+            Observation(
+                name=f"loss of step {each.window.step} on rank {each.window.rank}",
+                case=each.window,
+                reference=reported_loss,
+                value=each.value,
+                decimals=each.decimals,
+                value_roundoff=each.value_roundoff,
+                input_roundoff=each.input_roundoff,
+            )
+            for each in observed
+        ],
+        lawful_specs(reduction, observed[0].window),
+        [each.fault for each in CATALOGUE],
+    )
+    return verdict, tuple(observed)
+
+
+def declared_reduction(capsule: Capsule) -> str | None:
+    """The reduction of the manifest, None where absent or unknown."""
+    training = capsule.manifest.training
+    reduction = training.reduction if training is not None else None
+    return reduction if reduction in REDUCTIONS else None
+
+
+def declared_extras(capsule: Capsule) -> tuple[str, ...]:
+    """Settings of the resolved configuration that change the loss beyond cross-entropy, as ``key = value``."""
+    found: list[str] = []
+
+    def walk(value: Any, depth: int) -> None:
+        if isinstance(value, Mapping) and depth < 6:
+            for key, inner in value.items():
+                number = isinstance(inner, int | float) and not isinstance(inner, bool)
+                if number and inner != 0 and _EXTRA.search(str(key)):
+                    found.append(f"{key} = {inner:g}")
+                walk(inner, depth + 1)
+
+    walk(capsule.manifest.config, 0)
+    return tuple(found)
+
+
+def _named_by(capsule: Capsule, rule_id: str) -> Iterator[Finding]:
+    """The finding of ``rule_id``, where the verdict names one of its faults and no earlier rule speaks for the set."""
+    run = loss_verdict(capsule)
+    if run is None or run[0].status not in ("confirmed", "likely"):
+        return
+    verdict, observed = run
+    members = [[BY_NAME[name] for name in member] for member in verdict.classes[0]]
+    involved = sorted({each.fault.name: each for member in members for each in member}.values(), key=CATALOGUE.index)
+    if involved[0].rule != rule_id:
+        return
+    confidence: Confidence = verdict.status if verdict.status == "confirmed" else "likely"
+    severity: Severity | None = None
+    following = list(verdict.reasons)
+    if len({tuple(each.rule for each in member) for member in members}) > 1:
+        confidence = "likely"
+        following.append(
+            "these faults give the same number here: vary accumulation, world size or batch shape to part them"
+        )
+    names = {each.fault.name for each in involved}
+    if declared_reduction(capsule) is None and any(each.rule == "objective/reduction" for each in involved):
+        # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice.
+        confidence = "likely"
+        severity = "info" if names <= LAWFUL_CHOICES else "warning"
+        following.append("declare the reduction that is meant (manifest training.reduction)")
+    elif verdict.status != "confirmed":
+        following.append("capture the loss of a second step at full precision, or at four decimals and more")
+    table = verdict.table
+    chosen = table.candidates[0]
+    label = " or ".join(" and ".join(each.fault.name for each in member) for member in members)
+    verb = "is reproduced by" if confidence == "confirmed" else "is consistent with"
+    yield Finding(
+        title=_title(members),
+        summary=(
+            f"The reported loss {table.observed:.7g} {verb} {label} ({chosen.value:.7g}, tolerance "
+            f"{table.tolerance:.2g}); computed as declared it is {table.healthy:.7g}."
+        ),
+        severity=severity,
+        confidence=confidence,
+        where=Where(step=0),
+        evidence=_evidence(capsule, verdict, observed),
+        cause=" or ".join(dict.fromkeys(" and ".join(each.cause for each in member) for member in members)),
+        next=tuple(following),
+        fix=tuple(dict.fromkeys(each.fix for each in involved)),
+        counterfactual=table,
+    )
+
+
+def _title(members: list[list[NamedFault]]) -> str:
+    text = " or ".join(dict.fromkeys(" and ".join(each.cause for each in member) for member in members))
+    return text[0].upper() + text[1:] if len(text) <= 120 else "The loss is computed wrongly in one of two named ways"
+
+
+def _evidence(capsule: Capsule, verdict: Verdict, observed: tuple[Observed, ...]) -> tuple[Evidence, ...]:
+    table = verdict.table
+    unit = "nats/token"
+    note = "full precision" if observed[0].decimals is None else f"{observed[0].decimals} printed decimals"
+    rows = [
+        Evidence(name="reported_loss", value=table.observed, expected=table.healthy, unit=unit, note=note),
+        Evidence(name="tolerance", value=table.tolerance, unit=unit, note="rounding of print, inputs and loss"),
+        Evidence(name="matches_by_chance", value=verdict.chance, expected=1e-3, note="expected number of candidates"),
+        Evidence(name="steps", value=sorted({each.window.step for each in observed}), note="windows computed again"),
+    ]
+    if table.candidates and table.candidates[0].fits:
+        first = table.candidates[0]
+        rows.insert(1, Evidence(name=" + ".join(first.faults), value=first.value, expected=table.observed, unit=unit))
+    if verdict.runner_up is not None:
+        name = " + ".join(verdict.runner_up.faults) or "as declared"
+        rows.append(Evidence(name="runner_up", value=verdict.runner_up.value, unit=unit, note=name))
+    if verdict.inert:
+        note = "these change nothing on this input: not testable here"
+        rows.append(Evidence(name="not_testable", value=list(verdict.inert), note=note))
+    reduction = declared_reduction(capsule)
+    note = "" if reduction else "not declared: the token mean is assumed"
+    rows.append(Evidence(name="reduction", value=reduction, note=note))
+    return tuple(rows)
+
+
+@rule(
+    "objective/labels-not-shifted",
+    stage="objective",
+    needs=NEEDS,
+    cases=("loss-near-zero-copies-input",),
+)
+def labels_not_shifted(capsule: Capsule) -> Iterator[Finding]:
+    """Labels are compared with the token they come from.
+
+    What it checks:
+        The reported loss against the token cross-entropy of the captured logits at offset 0 (the token itself)
+        and at offset 1 (the next token).
+    Why it matters:
+        The model learns to repeat its input. The loss falls towards 0, much faster than it should, and generation
+        repeats the last token: nothing else looks wrong.
+    How it decides:
+        Counterfactual. The loss is computed again in FP64 as declared and under every fault of the catalogue
+        (shift, positions scored, denominator, reduction, scale). The fault is named where it alone reproduces the
+        number within print and dtype rounding; it is confirmed where at most 0.001 candidates would match by
+        chance and the next one is at least 3 tolerances away.
+    Looks like it but is not:
+        A low loss on repetitive text, on memorised data or on templates: there offset 1 gives the number. Losses of
+        other objectives (masked-language-model, rewards) are left alone.
+    What to try next:
+        Print the pairs (input token, target token) of one row: at each position they must differ by one place.
+    Fix:
+        Score logits[:, :-1] against labels[:, 1:], or build the targets as tokens[1:], in exactly one place.
+    """
+    return _named_by(capsule, "objective/labels-not-shifted")
+
+
+@rule("objective/labels-shifted-twice", stage="objective", needs=NEEDS, cases=("labels-shifted-twice",))
+def labels_shifted_twice(capsule: Capsule) -> Iterator[Finding]:
+    """Labels are shifted in two places.
+
+    What it checks:
+        The reported loss against the cross-entropy at offset 2, within rows and over the flattened batch, where the
+        end of each row is scored on the start of the next.
+    Why it matters:
+        The model is trained to predict the token after the next. Shapes agree, nothing raises, and the loss stays
+        high: it looks like hard data.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted. Variants that give one number on this input (first tokens
+        masked, say) are reported as a set.
+    Looks like it but is not:
+        Multi-token prediction heads, whose loss for the second token is one term among others, and plainly hard data:
+        there offset 1 gives the number.
+    What to try next:
+        Look for a shift in the collator and another one in the model or its loss function; compare the last target
+        of a row with the first token of the next row.
+    Fix:
+        Shift once: unshifted labels to a model that shifts, or shifted labels to a loss that does not.
+    """
+    return _named_by(capsule, "objective/labels-shifted-twice")
+
+
+@rule("objective/pad-in-loss", stage="objective", needs=NEEDS)
+def pad_in_loss(capsule: Capsule) -> Iterator[Finding]:
+    """Padding tokens are part of the loss.
+
+    What it checks:
+        The reported loss against the cross-entropy over supervised tokens and over those and the padding.
+    Why it matters:
+        Padding is easy to predict, so the loss looks better than it is, depends on how batches are padded, and the
+        gradient is spent on padding.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted. Padding is role 0, or what a two-dimensional attention
+        mask hides where it is one and the same token.
+    Looks like it but is not:
+        An end-of-text token that is also the padding token and is attended to: it is text. Attention masks that hide
+        real tokens.
+    What to try next:
+        Count the labels that are not ignored and compare with the sum of the attention mask.
+    Fix:
+        Set the labels of padding to the ignore index, by attention mask and not by token id.
+    """
+    return _named_by(capsule, "objective/pad-in-loss")
+
+
+@rule("objective/prompt-in-loss", stage="objective", needs=NEEDS)
+def prompt_in_loss(capsule: Capsule) -> Iterator[Finding]:
+    """Tokens of the prompt are part of the loss.
+
+    What it checks:
+        The reported loss against the cross-entropy over what the labels ask for and over that and the prompt.
+    Why it matters:
+        Fine-tuning on responses only then also trains the prompts: templates dominate the loss and the number cannot
+        be compared with a run that masks them.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted. The prompt is what roles mark as system or user, and
+        without roles every token that labels or loss mask leave out and that is no padding.
+    Looks like it but is not:
+        Training on everything on purpose: then the labels ask for the prompt too, and the declared computation gives
+        the number.
+    What to try next:
+        Check that the mask reaches the loss: a collator that rebuilds labels from input ids drops it.
+    Fix:
+        Apply the response mask to the labels that reach the loss.
+    """
+    return _named_by(capsule, "objective/prompt-in-loss")
+
+
+@rule("objective/tool-in-loss", stage="objective", needs=(*NEEDS, "batches.roles"))
+def tool_in_loss(capsule: Capsule) -> Iterator[Finding]:
+    """Tokens of tool results are part of the loss.
+
+    What it checks:
+        The reported loss against the cross-entropy with tokens of role tool added to what the labels ask for.
+    Why it matters:
+        The model learns to invent the answers of its tools.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted, with the roles of the batch.
+    Looks like it but is not:
+        Labels that ask for tool tokens on purpose: then the declared computation gives the number.
+    What to try next:
+        Show one row with role, label and loss of each token side by side.
+    Fix:
+        Mask tool results in the labels.
+    """
+    return _named_by(capsule, "objective/tool-in-loss")
+
+
+@rule("objective/ignore-index-missing", stage="objective", needs=NEEDS)
+def ignore_index_missing(capsule: Capsule) -> Iterator[Finding]:
+    """Ignored labels enter the loss.
+
+    What it checks:
+        Whether positions whose label is the ignore index enter the numerator (scored on their own token, or on the
+        ignore index where it is a token) or the denominator.
+    Why it matters:
+        The loss is diluted by a factor that changes with every batch: rows with short answers count less, and losses
+        of two runs cannot be compared.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted. Denominators tried: all positions, whole rows, and all
+        attended tokens.
+    Looks like it but is not:
+        A low loss because most of the text is easy: there the declared computation gives the number.
+    What to try next:
+        Compare the denominator with the number of labels that are not ignored.
+    Fix:
+        Pass ignore_index to the loss, and divide by the count of labels that are not ignored.
+    """
+    return _named_by(capsule, "objective/ignore-index-missing")
+
+
+@rule("objective/unexplained-loss", stage="objective", needs=NEEDS)
+def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
+    """The reported loss is not the declared computation, and no named fault is certain.
+
+    What it checks:
+        Whether the reported loss is the token cross-entropy of the captured logits at all.
+    Why it matters:
+        Something else was optimised or printed: a further term, weights, another step's logits, an average, or a fault
+        that the catalogue does not hold. A wrong guess at it would cost more than an open question.
+    How it decides:
+        The counterfactual run of objective/labels-not-shifted ends without a name: the declared computation does not
+        fit, and no fault does, or several do, or one that chance could explain. Always undetermined. With several
+        ranks of which one was captured it is a remark, since the number may be an average over ranks.
+    Looks like it but is not:
+        Label smoothing, z-loss, auxiliary losses of experts, class weights, soft-capping after the capture: where the
+        configuration declares one of them, this rule stays quiet.
+    What to try next:
+        Capture the terms of the loss apart, the per-token losses, and a second step at full precision.
+    Fix:
+        None before the cause is known.
+    """
+    run = loss_verdict(capsule)
+    if run is None or run[0].status != "undetermined" or declared_extras(capsule):
+        return
+    verdict, observed = run
+    table = verdict.table
+    sets = " or ".join(" = ".join(each) for each in table.classes)
+    window = observed[0].window
+    partial = window.world > len(window.ranks)
+    following = [
+        "capture the terms of the loss apart (a smoothing, auxiliary or regularising term), and the per-token losses",
+        "capture the loss of a second step at full precision, with its logits",
+    ]
+    if partial:
+        following.append("capture every rank: the number may be an average over ranks")
+    if declared_reduction(capsule) is None:
+        following.append("declare the reduction that is meant (manifest training.reduction)")
+    yield Finding(
+        title="The reported loss is none of the named computations"
+        if not sets
+        else "The reported loss is not as declared, and more than one cause is open",
+        summary=(
+            f"The reported loss {table.observed:.7g} differs from the declared computation {table.healthy:.7g} by "
+            f"{abs(table.observed - table.healthy):.3g}; "
+            + (f"{sets} would give it, but {verdict.reasons[0]}." if sets else "no named fault gives it.")
+        ),
+        severity="info" if partial else "warning",
+        confidence="undetermined",
+        where=Where(step=0),
+        evidence=_evidence(capsule, verdict, observed),
+        next=tuple(following),
+        counterfactual=table,
+    )
+
+
+@rule(
+    "objective/reduction",
+    stage="objective",
+    needs=("batches.reported_loss|scalars.loss", "batches.labels|records.microbatches|manifest.model.initialised"),
+    cases=("gradient-accumulation-loss-scale",),
+)
+def reduction(capsule: Capsule) -> Iterator[Finding]:
+    """The loss is reduced in another way than was meant.
+
+    What it checks:
+        Sum, token mean, sequence mean, mean of micro-batch means, a missing division by the accumulation steps,
+        division by the configured instead of the actual window, a factor of the world size, one rank's denominator.
+    Why it matters:
+        The gradient scale is off by a factor, or tokens weigh differently by the batch they fall in: learning rates no
+        longer carry over, and a change of batch layout changes the result.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted, over the micro-batches of whole windows. Without logits,
+        by the recorded sums and token counts of micro-batches; and for a randomly initialised model, where the first
+        loss is the accumulation steps or ranks times ln V within 2 %. What is not declared in the manifest is never
+        confirmed; then a sum or a sequence mean is a remark.
+    Looks like it but is not:
+        Micro-batches of equal token counts, where the means agree: not testable there. A rank's own loss beside the
+        mean over ranks.
+    What to try next:
+        Print loss sum and token count of each micro-batch of one window; run the same samples with accumulation 1.
+    Fix:
+        Sum the token losses of the whole window over all micro-batches and ranks, and divide once by its number of
+        supervised tokens.
+    """
+    if all(capsule.has(need) for need in NEEDS) and loss_verdict(capsule) is not None:
+        yield from _named_by(capsule, "objective/reduction")
+    else:
+        from .level import initial_factor
+
+        yield from initial_factor(capsule)

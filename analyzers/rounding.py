@@ -1,0 +1,67 @@
+"""How exactly a number is known: unit roundoff, perturbed inputs, and what error of a candidate they allow."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+#: Half a unit in the last place of 1.0: the largest relative error of one rounding.
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+}
+
+#: A scalar fits within the printed rounding plus this many standard deviations.
+SIGMAS = 6.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """One draw of ± one unit roundoff on every input; the same draw perturbs the same input alike for every spec."""
+
+    seed: int
+    draw: int
+    roundoff: float
+
+    def __call__(self, array: Array, name: str) -> Array:
+        """``array`` with each element scaled by 1 ± roundoff; ``name`` keeps the draws of two inputs apart."""
+        generator = np.random.default_rng((self.seed, self.draw, zlib.crc32(name.encode())))
+        return array * (1.0 + self.roundoff * generator.choice((-1.0, 1.0), size=array.shape))
+
+
+def scalar_tolerance(value: float, sigma: float, roundoff: float, decimals: int | None) -> float:
+    """½·10⁻ᵈ + 6·√(σ² + (u·|v|)²): half a printed unit and six standard deviations of the rounding.
+
+    Args:
+        value: the candidate.
+        sigma: how far rounding of the inputs moves it.
+        roundoff: u of the dtype in which the number itself was computed.
+        decimals: d as printed, None for full precision.
+    """
+    printed = 0.5 * 10.0**-decimals if decimals is not None else 0.0
+    # 1 % guards the printed half unit itself against the binary rounding of a decimal number.
+    return 1.01 * printed + SIGMAS * float(np.hypot(sigma, roundoff * abs(value)))
+
+
+def tensor_z(observed: Array, reference: Array, sigma: Array, roundoff: float) -> tuple[float, float]:
+    """(largest row RMS, overall RMS) of the error in standard deviations; rows that are not finite are left out.
+
+    z² = (o − r)² / (σ² + (u·r)² + 0.05 · row mean of those): the last term keeps elements that happen to be near
+    zero from standing out.
+    """
+    width = observed.shape[-1] if observed.ndim > 1 else 1
+    flat_o, flat_r, flat_s = (each.reshape(-1, width) for each in (observed, reference, sigma))
+    usable = np.isfinite(flat_o).all(axis=1) & np.isfinite(flat_r).all(axis=1)
+    if not usable.any():
+        return np.inf, np.inf
+    variance = flat_s[usable] ** 2 + (roundoff * flat_r[usable]) ** 2
+    mean = variance.mean(axis=1, keepdims=True) if width > 1 else variance.mean()
+    z2 = (flat_o[usable] - flat_r[usable]) ** 2 / np.maximum(variance + 0.05 * mean, 1e-300)
+    return float(np.sqrt(z2.mean(axis=1).max())), float(np.sqrt(z2.mean()))
