@@ -1,0 +1,280 @@
+"""Batches and tensors: what a writer accepts for them, and what a reader hands out, loading arrays on demand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .arrays import ArrayInfo, Description
+from .dtypes import STORED, Array, Plain, decoded, plain_array
+from .errors import EvidenceError
+from .jsonio import number, plain
+
+#: Arrays of a batch: kind of numbers (i: integers, f: floats) and admitted shapes; a letter is one size per batch.
+BATCH_ARRAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "input_ids": ("i", ("BT",)),
+    "labels": ("i", ("BT",)),
+    "attention_mask": ("i", ("BT", "BTT")),
+    "position_ids": ("i", ("BT", "T", "*BT")),
+    "segment_ids": ("i", ("BT",)),
+    "cu_seqlens": ("i", ("*",)),
+    "loss_mask": ("i", ("BT",)),
+    "roles": ("i", ("BT",)),
+    "token_loss": ("f", ("BT",)),
+    "logsumexp": ("f", ("BT",)),
+    "target_logits": ("f", ("BT3",)),
+    "logits": ("f", ("BTV",)),
+}
+#: Attributes of a batch that are fields of ``Batch``.
+BATCH_ATTRIBUTES = (
+    *("sample_ids", "reported_loss", "reported_decimals", "label_layout", "keys", "loss_dtype", "logits_dtype"),
+)
+_WORDS = {"label_layout": ("unshifted", "shifted"), "split": ("train", "validation")}
+_MAX_NAME = 1000
+_MAX_ROLE = 7  # 0 padding, 1 system, 2 user, 3 assistant, 4 tool, 5 image, 6 audio, 7 video
+
+
+def check_batch(evidence: Mapping[str, Any]) -> tuple[dict[str, Plain], dict[str, Any]]:
+    """Sort the keywords of ``CapsuleWriter.batch`` into arrays and attributes and validate both.
+
+    Raises:
+        EvidenceError: naming the field, what was found and what was expected.
+    """
+    arrays: dict[str, Plain] = {}
+    attributes: dict[str, Any] = {}
+    for name, value in evidence.items():
+        if value is None:
+            continue
+        if name in BATCH_ARRAYS or (name not in BATCH_ATTRIBUTES and getattr(value, "ndim", 0) > 0):
+            arrays[name] = plain_array(value, f"batch.{name}")
+        else:
+            attributes[name] = _attribute(name, value)
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, (numbers, shapes) in BATCH_ARRAYS.items():
+        if name in arrays:
+            _check_array(name, arrays[name], numbers, shapes, sizes)
+    ids = attributes.get("sample_ids")
+    if ids is not None and "B" in sizes and len(ids) != sizes["B"][0]:
+        raise EvidenceError(f"{len(ids)} ids for {sizes['B'][0]} rows of {sizes['B'][1]}", "batch.sample_ids")
+    return arrays, attributes
+
+
+def _check_array(
+    name: str, array: Plain, numbers: str, shapes: tuple[str, ...], sizes: dict[str, tuple[int, str]]
+) -> None:
+    where = f"batch.{name}"
+    integers = array.dtype == "bool" or array.dtype.startswith(("int", "uint"))
+    if integers != (numbers == "i"):
+        raise EvidenceError(f"found {array.dtype}, expected {'integers' if numbers == 'i' else 'floats'}", where)
+    shape = next((each for each in shapes if len(each) == len(array.shape)), None)
+    if shape is None:
+        expected = " or ".join("[" + ", ".join(each) + "]" for each in shapes)
+        raise EvidenceError(f"shape {list(array.shape)}, expected {expected}", where)
+    for letter, size in zip(shape, array.shape, strict=True):
+        known, source = (3, "the format") if letter == "3" else sizes.get(letter, (size, name))
+        if letter != "*" and size != known:
+            raise EvidenceError(f"shape {list(array.shape)}, but {letter} is {known} in {source}", where)
+        if letter not in "*3":
+            sizes.setdefault(letter, (size, name))
+    if name == "roles" and array.data.size and not 0 <= array.data.min() <= array.data.max() <= _MAX_ROLE:
+        raise EvidenceError(f"found {array.data.min()} to {array.data.max()}, expected 0 to {_MAX_ROLE}", where)
+
+
+def _attribute(name: str, value: Any) -> Any:
+    where = f"batch.{name}"
+    value = plain(value)
+    if name in _WORDS and value not in _WORDS[name]:
+        raise EvidenceError(f"found {value!r:.60}, expected {' or '.join(_WORDS[name])}", where)
+    if name == "reported_loss":
+        return number(value, where)
+    if name == "reported_decimals" and (type(value) is not int or value < 0):
+        raise EvidenceError(f"found {value!r:.60}, expected a count of decimals", where)
+    if name in ("loss_dtype", "logits_dtype"):
+        return str(value).removeprefix("torch.")
+    if name in ("sample_ids", "keys"):
+        if not isinstance(value, list):
+            raise EvidenceError(f"found {value!r:.60}, expected a list of strings", where)
+        return [str(each) for each in value]
+    return value
+
+
+def check_tensor(name: str, array: Any, dtype: str | None, attributes: dict[str, Any]) -> Plain:
+    """Validate the keywords of ``CapsuleWriter.tensor``; takes ``stride`` and ``device`` out of ``attributes``.
+
+    Raises:
+        EvidenceError: the name is no path of words, or the array cannot be stored.
+    """
+    parts = name.split("/")
+    if not name or len(name) > _MAX_NAME or any(part in ("", ".", "..") for part in parts) or not name.isprintable():
+        raise EvidenceError(f"tensor name {name!r:.60} is not of the form group/name")
+    stored = plain_array(array, f"tensor {name}", dtype)
+    stored.device = str(attributes.pop("device", None) or stored.device or "") or None
+    if (stride := attributes.pop("stride", None)) is not None:
+        stored.stride = tuple(int(each) for each in stride)
+    return stored
+
+
+Load = Callable[[str], Array | None]
+
+
+class _Stored:
+    """Evidence of one arrays file: its description, and its arrays loaded when asked for."""
+
+    def __init__(self, description: Description, rank: int, load: Load) -> None:
+        self._description = description
+        self._load = load
+        self._loaded: dict[str, Array | None] = {}
+        self.rank = rank
+        self.step = description.step
+        self.attributes = dict(description.attributes)
+
+    def _bits(self, key: str) -> Array | None:
+        if key not in self._description.arrays:
+            return None
+        if key not in self._loaded:
+            self._loaded[key] = self._load(key)
+        return self._loaded[key]
+
+    def _values(self, key: str) -> Array | None:
+        bits = self._bits(key)
+        info = self._description.arrays.get(key)
+        return None if bits is None or info is None else decoded(bits, info.dtype, info.shape)
+
+
+class Batch(_Stored):
+    """One micro-batch: its arrays (None where absent), its attributes, and the number the job reported for it.
+
+    Attributes:
+        attributes: every attribute that is not a field of its own.
+    """
+
+    def __init__(self, description: Description, rank: int, load: Load) -> None:
+        super().__init__(description, rank, load)
+        take = self.attributes.pop
+        self.micro: int = description.micro or 0
+        self.split: str | None = take("split", None)
+        self.sample_ids: list[str] | None = take("sample_ids", None)
+        reported = take("reported_loss", None)
+        self.reported_loss: float | None = None if reported is None else number(reported, "batch.reported_loss")
+        self.reported_decimals: int | None = take("reported_decimals", None)
+        self.label_layout: str | None = take("label_layout", None)
+        self.keys: list[str] | None = take("keys", None)
+        self.loss_dtype: str | None = take("loss_dtype", None)
+        self.logits_dtype: str | None = take("logits_dtype", None)
+
+    @property
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        """dtype, shape, stride and device of every array, without loading any."""
+        return self._description.arrays
+
+    def array(self, name: str) -> Array | None:
+        """Any array by name, also one that this format does not know; bfloat16 and float8 widened to float32."""
+        return self._values(name)
+
+    input_ids = property(lambda self: self._values("input_ids"), doc="int[B, T]")
+    labels = property(lambda self: self._values("labels"), doc="int[B, T]")
+    attention_mask = property(lambda self: self._values("attention_mask"), doc="int[B, T] or int[B, T, T]")
+    position_ids = property(lambda self: self._values("position_ids"), doc="int[B, T], int[T] or int[K, B, T]")
+    segment_ids = property(lambda self: self._values("segment_ids"), doc="int[B, T], document number in a packed row")
+    cu_seqlens = property(lambda self: self._values("cu_seqlens"), doc="int[N + 1]")
+    loss_mask = property(lambda self: self._values("loss_mask"), doc="int[B, T]")
+    roles = property(lambda self: self._values("roles"), doc="int[B, T], 0 padding … 7 video")
+    token_loss = property(lambda self: self._values("token_loss"), doc="float[B, T], at the predicting position")
+    logsumexp = property(lambda self: self._values("logsumexp"), doc="float[B, T]")
+    target_logits = property(lambda self: self._values("target_logits"), doc="float[B, T, 3], offsets 0, 1, 2")
+    logits = property(lambda self: self._values("logits"), doc="float[B, T, V]")
+
+
+class Tensor(_Stored):
+    """One full array under ``group/name``."""
+
+    def __init__(self, description: Description, rank: int, load: Load) -> None:
+        super().__init__(description, rank, load)
+        info = description.arrays["data"]
+        self.name: str = description.name or ""
+        self.order: int | None = description.order
+        self.dtype: str = info.dtype
+        self.shape: tuple[int, ...] = info.shape
+        self.stride: tuple[int, ...] = info.stride or ()
+        self.device: str | None = info.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array as it is stored."""
+        return math.prod(self.shape) * STORED[self.dtype].itemsize
+
+    def array(self) -> Array:
+        """The values; bfloat16 and float8 widened to float32 (exact), everything else in its own dtype.
+
+        Raises:
+            EvidenceError: the array cannot be read.
+        """
+        values = self._values("data")
+        if values is None:
+            raise EvidenceError("the array cannot be read", self.name, "damage() says why")
+        return values
+
+    def bits(self) -> Array:
+        """The stored bits: bfloat16 as uint16, float8 and bool as uint8, everything else as it is.
+
+        Raises:
+            EvidenceError: the array cannot be read.
+        """
+        bits = self._bits("data")
+        if bits is None:
+            raise EvidenceError("the array cannot be read", self.name, "damage() says why")
+        return bits
+
+
+def pack_state(value: Any, arrays: dict[str, Plain]) -> Any:
+    """A random-generator state as JSON, its bytes and arrays moved into ``arrays``; tuples stay tuples.
+
+    Raises:
+        EvidenceError: the state holds something else than numbers, text, bytes, arrays and containers of them.
+    """
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else {"int": str(value)}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": _put(np.frombuffer(bytes(value), np.uint8), arrays)}
+    if isinstance(value, tuple):
+        return {"tuple": [pack_state(each, arrays) for each in value]}
+    if isinstance(value, list):
+        return [pack_state(each, arrays) for each in value]
+    if isinstance(value, Mapping):
+        return {"dict": {str(key): pack_state(each, arrays) for key, each in value.items()}}
+    if isinstance(value, np.generic):
+        return pack_state(value.item(), arrays)
+    kind = "bytes" if hasattr(value, "detach") else "array"  # a generator state of torch is a tensor of bytes
+    return {kind: _put(value, arrays)}
+
+
+def _put(value: Any, arrays: dict[str, Plain]) -> str:
+    key = f"state{len(arrays)}"
+    arrays[key] = plain_array(value, f"rng.{key}")
+    return key
+
+
+def unpack_state(value: Any, load: Callable[[str], Array]) -> Any:
+    """The inverse of ``pack_state``."""
+    if isinstance(value, list):
+        return [unpack_state(each, load) for each in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), *rest = value.items() or [("", None)]
+    if rest:
+        raise EvidenceError("not a random-generator state", "rng")
+    if kind == "tuple" and isinstance(content, list):
+        return tuple(unpack_state(each, load) for each in content)
+    if kind == "dict" and isinstance(content, dict):
+        return {key: unpack_state(each, load) for key, each in content.items()}
+    if kind == "int":
+        return int(content)
+    if kind in ("bytes", "array"):
+        bits = load(str(content))
+        return bits.tobytes() if kind == "bytes" else bits
+    raise EvidenceError(f"not a random-generator state: {kind!r:.40}", "rng")

@@ -1,0 +1,34 @@
+"""Sizes beyond which evidence is refused, so that reading a capsule takes bounded memory and time.
+
+They are limits of this reader, not of the format; ``README.md`` lists them.
+"""
+
+from __future__ import annotations
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+#: Nesting of any JSON value.
+MAX_JSON_DEPTH = 64
+#: ``capsule.json`` and ``rank.json``.
+MAX_MANIFEST_BYTES = 16 * MIB
+#: One line of a record stream, of ``names.jsonl`` or of ``arrays.jsonl``.
+MAX_LINE_BYTES = 16 * MIB
+#: One JSON-lines file; of a longer one the newest part is read.
+MAX_LINES_BYTES = 1 * GIB
+#: One packed table; of a longer one the newest part is read.
+MAX_TABLE_BYTES = 2 * GIB
+#: Rows of statistics held at once; of more, the newest are kept.
+MAX_STAT_ROWS = 10_000_000
+#: Payload of one block of a packed table.
+MAX_BLOCK_BYTES = 1 * MIB
+#: One arrays file, and so one array.
+MAX_ARRAYS_BYTES = 2 * GIB
+#: Datasets in one arrays file, and dimensions of one array.
+MAX_DATASETS = 4096
+MAX_DIMENSIONS = 32
+#: Ranks of one capsule.
+MAX_RANKS = 65_536
+#: Damage entries listed one by one for a single file; further ones are summed up in one entry.
+MAX_DAMAGE_ROWS = 20
+
+MAX_INT64 = 2**63 - 1

@@ -1,0 +1,69 @@
+"""JSON lines whose last field is the CRC-32 of the rest of the line.
+
+``{"step":3,"kind":"clip","crc32":"1f0a9c44"}``: the checksum covers every byte of the line before ``"crc32":`` (the
+last 19 bytes are left out, and the newline). A line without the field is accepted unchecked, so that any tool can
+append; a line that is torn, malformed or fails its checksum is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from .errors import EvidenceError
+from .jsonio import decode_object, encode
+from .limits import MAX_LINE_BYTES
+
+#: Bytes of ``"crc32":"xxxxxxxx"}``.
+TAIL = 19
+
+
+def encode_line(record: dict[str, Any]) -> bytes:
+    """One line with its checksum and newline.
+
+    Raises:
+        EvidenceError: the record has a field of the reserved name, or is too long.
+    """
+    if "crc32" in record:
+        raise EvidenceError("the field name crc32 is reserved for the checksum of the line")
+    body = encode(record)[:-1] + (b"," if record else b"")
+    if len(body) + TAIL + 1 > MAX_LINE_BYTES:
+        raise EvidenceError(f"a record of {len(body):,} bytes is longer than {MAX_LINE_BYTES:,}")
+    return b'%s"crc32":"%08x"}\n' % (body, crc32(body))
+
+
+@dataclass
+class Lines:
+    """What one JSON-lines file held: the records with their line numbers (from 1), and what was dropped."""
+
+    records: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
+    bad: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    torn_bytes: int = 0
+
+
+def decode_lines(data: bytes) -> Lines:
+    """Decode a whole JSON-lines file; never raises for what the file holds."""
+    lines = Lines()
+    parts = data.split(b"\n")
+    lines.torn_bytes = len(parts[-1])  # a write that was cut off left no newline
+    for number, line in enumerate(parts[:-1], start=1):
+        if not line or line.isspace():
+            continue
+        try:
+            lines.records.append((number, _decode_line(line)))
+        except EvidenceError as error:
+            lines.bad.append((number, error.what))
+    return lines
+
+
+def _decode_line(line: bytes) -> dict[str, Any]:
+    if len(line) > MAX_LINE_BYTES:
+        raise EvidenceError(f"line of {len(line):,} bytes is longer than {MAX_LINE_BYTES:,}")
+    checked = line[-TAIL : -TAIL + 9] == b'"crc32":"'
+    if checked and b"%08x" % crc32(line[:-TAIL]) != line[-10:-2]:
+        raise EvidenceError("checksum of the line does not match")
+    record = decode_object(line)
+    if checked:
+        record.pop("crc32", None)
+    return record

@@ -1,0 +1,374 @@
+"""Opens a capsule for reading. A reader never changes a capsule, and may read while it is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from .batches import Batch, Tensor, unpack_state
+from .blocks import ROWS, STATS
+from .damage import Damage, DamageLog
+from .errors import EvidenceError
+from .jsonio import decode_object
+from .limits import MAX_MANIFEST_BYTES, MAX_RANKS, MAX_STAT_ROWS
+from .manifest import FORMAT, AttachedFile, Manifest, Trigger
+from .rank_reader import RankReader
+from .status import DerivedStatus, capsule_status
+from .storage import read_inside
+from .tables import COMPACT, Name, Series, SeriesKey, Stats
+from .typed import salvage
+
+if TYPE_CHECKING:
+    from .inventory import Inventory
+    from .replayable import ReplayItem
+
+_RANK = re.compile(r"rank(\d{5,9})")
+
+
+class Capsule:
+    """A capsule as it was when each of its files was first read; open it again to see what was added since."""
+
+    def __init__(self, path: Path, manifest: Manifest, damage: DamageLog, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._damage = damage
+        self._clock = clock
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], clock: Callable[[], float] = time.time) -> Self:
+        """Open a capsule; reads ``capsule.json`` only.
+
+        Args:
+            path: the capsule's directory.
+            clock: Unix seconds, for the age of heartbeats.
+
+        Raises:
+            EvidenceError: there is no capsule, its manifest is unreadable, or its format is of a later version.
+        """
+        root = Path(path)
+        where = str(root)
+        try:
+            raw = decode_object(read_inside(root, "capsule.json", MAX_MANIFEST_BYTES), f"{where}/capsule.json")
+        except FileNotFoundError:
+            what = "is no capsule: it has no capsule.json" if root.is_dir() else "there is no such directory"
+            raise EvidenceError(what, where) from None
+        except OSError as error:
+            raise EvidenceError(error.strerror or str(error), where) from None
+        except EvidenceError as error:
+            raise EvidenceError(error.what, f"{where}/capsule.json", error.hint) from None
+        _check_format(raw.get("format"), f"{where}/capsule.json")
+        manifest, sentences = salvage(raw, Manifest)
+        manifest.__dict__["raw_mapping"] = raw
+        damage = DamageLog()
+        faults = [Damage(what=each, where="capsule.json", lost="the field") for each in sentences]
+        damage.report("capsule.json", faults)
+        return cls(root, manifest, damage, clock)
+
+    @property
+    def id(self) -> str:
+        """Identifier, the same for all ranks."""
+        return self.manifest.id
+
+    @property
+    def title(self) -> str:
+        """What a person recognises the incident by; the directory's name where nothing was given."""
+        return self.manifest.title or self.path.name
+
+    @cached_property
+    def status(self) -> DerivedStatus:
+        """recording, sealed, crashed or stale, at the time of the first call."""
+        if self.manifest.status != "recording":
+            return self.manifest.status  # without reading any rank, so that long lists stay quick
+        states = [each.state for each in self._ranks.values() if each.state is not None]
+        return capsule_status(self.manifest, states, self._clock())
+
+    @cached_property
+    def trigger(self) -> Trigger | None:
+        """The manifest's trigger, else the earliest that any rank has."""
+        if self.manifest.trigger is not None:
+            return self.manifest.trigger
+        found = [
+            (np.inf if trigger.step is None else trigger.step, rank, trigger)
+            for rank, reader in self._ranks.items()
+            if reader.state is not None and (trigger := reader.state.trigger) is not None
+        ]
+        return min(found, key=lambda each: each[:2])[2] if found else None
+
+    @cached_property
+    def _ranks(self) -> dict[int, RankReader]:
+        directory = self.path / "ranks"
+        try:
+            if directory.is_symlink():
+                raise OSError("is a symbolic link; refused")
+            with os.scandir(directory) as entries:
+                names = [(each.name, each.is_symlink()) for each in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            self._damage.report("ranks", [Damage(what=error.strerror or str(error), where="ranks", lost="all ranks")])
+            return {}
+        found: dict[int, RankReader] = {}
+        live = self.manifest.status == "recording"
+        for name, is_link in sorted(names)[:MAX_RANKS]:
+            if is_link:
+                entry = Damage(what="is a symbolic link; refused", where=f"ranks/{name}", lost="the rank")
+                self._damage.report(f"ranks/{name}", [entry])
+            elif match := _RANK.fullmatch(name):
+                rank = int(match[1])
+                found[rank] = RankReader(self.path, rank, self._damage, live=live)
+        return dict(sorted(found.items()))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have a directory."""
+        return tuple(self._ranks)
+
+    def _of(self, rank: int | None) -> list[RankReader]:
+        return list(self._ranks.values()) if rank is None else [self._ranks[rank]] if rank in self._ranks else []
+
+    # -- scalars
+
+    @cached_property
+    def _series(self) -> dict[SeriesKey, Series]:
+        found: dict[SeriesKey, Series] = {}
+        for rank, reader in self._ranks.items():
+            ids: dict[tuple[str, str | None], list[Name]] = {}
+            for name in reader.names.values():
+                if name.table == "scalars":
+                    ids.setdefault((name.name, name.side), []).append(name)
+            order = np.argsort(reader.scalars["id"], kind="stable")
+            rows = reader.scalars[order]
+            for (name, side), named in ids.items():
+                cuts = [np.searchsorted(rows["id"], [each.id, each.id + 1]) for each in named]
+                picked = np.sort(np.concatenate([order[start:end] for start, end in cuts]))  # file order again
+                if not len(picked):
+                    continue
+                own = reader.scalars[picked]
+                own = own[np.argsort(own["step"], kind="stable")]
+                key = SeriesKey(name, rank, side, named[0].unit)
+                found[key] = series(key, own)
+        return found
+
+    def scalar_keys(self) -> tuple[SeriesKey, ...]:
+        """Every series that has rows, by rank and in the order of first use."""
+        return tuple(self._series)
+
+    def scalars(self, name: str, rank: int | None = None, side: str | None = None) -> Series:
+        """One series; an empty one where it is absent.
+
+        Args:
+            name: standard names are listed in ``README.md``.
+            rank: without it, the lowest rank that has the series.
+            side: without it, the series that has no side, else the alphabetically first side.
+        """
+        matching = [
+            key
+            for key in self._series
+            if key.name == name and rank in (None, key.rank) and (side is None or key.side == side)
+        ]
+        if not matching:
+            return series(SeriesKey(name, rank or 0, side, ""), np.empty(0, _SCALAR_ROW))
+        return self._series[min(matching, key=lambda key: (key.rank, key.side or ""))]
+
+    # -- statistics
+
+    def stats(
+        self,
+        rank: int | None = None,
+        role: str | None = None,
+        name: str | None = None,
+        step: int | range | None = None,
+    ) -> Stats:
+        """Statistics of tensors, sorted by (step, rank, order); all ranks where ``rank`` is None.
+
+        Args:
+            rank: only this rank.
+            role: only rows of this role.
+            name: only rows of this name, or of names that match this ``fnmatch`` pattern.
+            step: only this step, or steps in this range.
+        """
+        pieces: list[np.ndarray[Any, Any]] = [np.empty(0, COMPACT)]
+        details: list[np.ndarray[Any, Any]] = [np.empty(0, ROWS[STATS])]
+        names: dict[int, Name] = {}
+        histograms: dict[Any, Any] = {}
+        for reader in self._of(rank):
+            rows, full, found = reader.stats
+            rows = rows[_wanted(rows, reader.names, role, name, step)]
+            shift = len(names)
+            identities = {old: shift + at for at, old in enumerate(reader.names)}
+            names |= {identities[old]: each for old, each in reader.names.items()}
+            if len(rows):
+                used = np.unique(rows["id"])
+                new = np.array([identities[each] for each in used.tolist()], np.int64)
+                rows["detail"] += np.where(rows["detail"] >= 0, sum(len(each) for each in details), 0)
+                rows["id"] = new[np.searchsorted(used, rows["id"])]
+            pieces.append(rows)
+            details.append(full)
+            histograms |= {(identities[key[0]], *key[1:]): each for key, each in found.items() if key[0] in identities}
+        rows = np.concatenate(pieces)
+        rows = rows[np.lexsort((rows["order"], rows["rank"], rows["step"]))]
+        if len(rows) > MAX_STAT_ROWS:
+            lost = f"oldest {len(rows) - MAX_STAT_ROWS:,} rows"
+            self._damage.report("stats", [Damage(what="more rows than are held at once", where="stats", lost=lost)])
+            rows = rows[-MAX_STAT_ROWS:]
+        return Stats(rows, np.concatenate(details), names, histograms)
+
+    # -- arrays
+
+    @cached_property
+    def _batches(self) -> list[Batch]:
+        found = [
+            Batch(description, reader.rank, lambda key, reader=reader, file=file: reader.load(file, key))
+            for reader in self._ranks.values()
+            for description, file in reader.arrays
+            if description.kind == "batch"
+        ]
+        return sorted(found, key=lambda each: (each.step, each.rank, each.micro))
+
+    def batches(self, rank: int | None = None, step: int | None = None) -> list[Batch]:
+        """Captured micro-batches, sorted by (step, rank, micro); arrays are loaded when touched."""
+        return [each for each in self._batches if rank in (None, each.rank) and step in (None, each.step)]
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return [
+            Tensor(description, reader.rank, lambda key, reader=reader, file=file: reader.load(file, key))
+            for reader in self._ranks.values()
+            for description, file in reader.arrays
+            if description.kind == "tensor" and "data" in description.arrays
+        ]
+
+    def tensors(self, pattern: str = "*", rank: int | None = None) -> list[Tensor]:
+        """Full arrays whose ``group/name`` matches the ``fnmatch`` pattern, by rank and in the order written."""
+        return [each for each in self._tensors if rank in (None, each.rank) and fnmatchcase(each.name, pattern)]
+
+    def rng(self, step: int, rank: int = 0, micro: int = 0) -> dict[str, Any] | None:
+        """Random-generator states as they were given (bytes, tuples, arrays), or None where none were captured."""
+        for reader in self._of(rank):
+            for description, file in reader.arrays:
+                if description.kind == "rng" and description.step == step and (description.micro or 0) == micro:
+                    try:
+                        return {name: unpack_state(each, file.read) for name, each in description.attributes.items()}
+                    except (EvidenceError, KeyError, ValueError, TypeError) as error:
+                        what = error.what if isinstance(error, EvidenceError) else "not a random-generator state"
+                        self._damage.add(file.relative, Damage(what=what, where=file.relative, lost="the state"))
+        return None
+
+    def rng_steps(self) -> tuple[int, ...]:
+        """Steps for which random-generator states were captured."""
+        found = (description for reader in self._ranks.values() for description, _ in reader.arrays)
+        return tuple(sorted({each.step for each in found if each.kind == "rng"}))
+
+    # -- records
+
+    def record_streams(self) -> tuple[str, ...]:
+        """Names of the record streams, sorted."""
+        return tuple(sorted({name for reader in self._ranks.values() for name in reader.streams}))
+
+    def records(self, stream: str, rank: int | None = None) -> list[dict[str, Any]]:
+        """Records of a stream in file order, rank after rank; ``rank`` is always set.
+
+        A known number field holds NaN and infinities as floats; fields that the format does not know are kept.
+        """
+        found = [record for reader in self._ranks.values() for record in reader.records(stream)]
+        return found if rank is None else [record for record in found if record["rank"] == rank]
+
+    # -- the whole
+
+    def files(self) -> tuple[AttachedFile, ...]:
+        """Originals kept under ``files/``, as the manifest and the ranks list them."""
+        listed = list(self.manifest.files or [])
+        for reader in self._ranks.values():
+            listed += (reader.state.files or []) if reader.state else []
+        return tuple(listed)
+
+    def has(self, need: str) -> bool:
+        """Whether the evidence named by a rule's need is there; alternatives are joined by ``|``."""
+        from .inventory import has
+
+        return any(has(self, each.strip()) for each in need.split("|"))
+
+    def inventory(self) -> Inventory:
+        """What the capsule holds, as ``show`` prints it."""
+        from .inventory import take_inventory
+
+        return take_inventory(self)
+
+    def replay_items(self) -> tuple[ReplayItem, ...]:
+        """The eight items without which a failure cannot be replayed, each present or with what is missing."""
+        from .replayable import replay_items
+
+        return replay_items(self)
+
+    def damage(self) -> tuple[Damage, ...]:
+        """Everything that is not as it was written, after reading all of the capsule."""
+        from .integrity import survey
+
+        survey(self, self._ranks, self._damage, self._clock())
+        return self._damage.all()
+
+    def digest(self) -> str:
+        """SHA-256 over all files except ``incident.json`` and temporary ones, as hex (``README.md``)."""
+        from .integrity import digest
+
+        return digest(self.path)
+
+
+_SCALAR_ROW = ROWS[1]
+
+
+def series(key: SeriesKey, rows: np.ndarray[Any, Any]) -> Series:
+    """Columns from packed rows."""
+    time_ = rows["time"]
+    return Series(
+        name=key.name,
+        rank=key.rank,
+        step=rows["step"].astype(np.int64),
+        value=rows["value"].astype(np.float64),
+        time=None if np.isnan(time_).all() else time_.astype(np.float64),
+        unit=key.unit,
+        side=key.side,
+    )
+
+
+def _wanted(
+    rows: np.ndarray[Any, Any],
+    names: dict[int, Name],
+    role: str | None,
+    name: str | None,
+    step: int | range | None,
+) -> np.ndarray[Any, Any]:
+    """bool[N]: rows that pass the filters of ``Capsule.stats``."""
+    keep = np.ones(len(rows), np.bool_)
+    if isinstance(step, range):
+        keep &= np.isin(rows["step"], np.arange(step.start, step.stop, step.step))
+    elif step is not None:
+        keep &= rows["step"] == step
+    if role is not None or name is not None:
+        ids = [
+            identity
+            for identity, each in names.items()
+            if role in (None, each.role) and (name is None or each.name == name or fnmatchcase(each.name, name))
+        ]
+        keep &= np.isin(rows["id"], ids)
+    return keep
+
+
+def _check_format(value: Any, where: str) -> None:
+    prefix, _, ours = FORMAT.rpartition("/")
+    found = re.fullmatch(rf"{re.escape(prefix)}/(\d{{1,9}})", value) if isinstance(value, str) else None
+    if found is None:
+        raise EvidenceError(f"format is {value!r:.60}, expected {FORMAT}", where)
+    if int(found[1]) > int(ours):
+        hint = "upgrade llmconsole"
+        raise EvidenceError(
+            f"format version {found[1]} is newer than {ours}, the newest this program reads", where, hint
+        )

@@ -1,0 +1,359 @@
+"""Writes a capsule: the manifest first, evidence as it comes, the seal last."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time as clocks
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import msgspec
+
+from .arrays import Description
+from .batches import check_batch, check_tensor, pack_state
+from .dtypes import Plain
+from .errors import EvidenceError
+from .jsonio import encode, plain
+from .manifest import FORMAT, AttachedFile, Manifest, Phase, Trigger
+from .masking import mask
+from .process import host, process_start, utc
+from .rank_writer import NormRow, RankWriter, count
+from .storage import Appender, create_exclusively, make_directory, replace, temporary_name
+from .typed import check
+
+Kind = Literal["log", "trace", "snapshot", "config", "other"]
+
+#: Parts of the manifest that may hold what a user typed; secrets in them are masked.
+_MASKED = ("config", "run", "environment", "placement")
+
+
+class CapsuleWriter:
+    """Writes one capsule, or joins one that another rank has created.
+
+    Every call that returns has its evidence in the file: a killed process loses nothing that was written before.
+    A clean exit of the ``with`` block seals the capsule, an exception marks it crashed. Not thread-safe.
+
+    Args:
+        path: the capsule's directory, by habit ``NAME.capsule``; created, readable by its owner only.
+        title: one line that a person recognises the incident by.
+        phase: training, evaluation, serving, kernel, rag, agent or multimodal.
+        manifest: any fields of the manifest; of a joining rank they are ignored.
+        rank: the rank whose evidence this process writes unless a call names another.
+        producer: the program that writes, as name and version.
+        clock: Unix seconds.
+
+    Raises:
+        EvidenceError: a field of the manifest has a wrong type, or the rank has a writer already.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "",
+        phase: Phase | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        rank: int = 0,
+        producer: str = "llmconsole",
+        clock: Callable[[], float] = clocks.time,
+    ) -> None:
+        self.path = Path(path)
+        self.rank = count(rank, "rank")
+        self.closed = False
+        self._clock = clock
+        self._appender = Appender()
+        self._ranks: dict[int, RankWriter] = {}
+        started = utc(clock())
+        given = {"title": title, "phase": phase, "producer": producer, "created": started}
+        self._manifest = _checked(
+            {"format": FORMAT, "id": new_id(clock()), **given, **_masked(manifest or {})}
+            | {key: value for key, value in given.items() if value and key in ("title", "phase")}
+            | {"status": "recording", "format": FORMAT}
+        )
+        pid = os.getpid()
+        writer = {"host": host(), "pid": pid, "started": started, "process_start": process_start(pid)}
+        self._manifest["writer"] = {key: value for key, value in writer.items() if value is not None}
+        make_directory(self.path)
+        #: Whether this process created the capsule, and so is the one to replace its manifest.
+        self.creator = create_exclusively(self.path / "capsule.json", encode(self._manifest))
+        self._of(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        trigger = Trigger(kind="exception", rank=self.rank, message=f"{type(error).__name__}: {error}")
+        self.close(status="crashed", trigger=self._of(None).state.trigger or trigger)
+
+    def _of(self, rank: int | None) -> RankWriter:
+        if self.closed:
+            raise EvidenceError("the capsule is closed", str(self.path), "open a new CapsuleWriter")
+        rank = self.rank if rank is None else count(rank, "rank")
+        if rank not in self._ranks:
+            self._ranks[rank] = RankWriter(self.path, rank, self._appender, self._clock)
+        return self._ranks[rank]
+
+    # -- tables
+
+    def scalars(
+        self,
+        name: str,
+        step: int | Sequence[int],
+        value: float | Sequence[float],
+        time: float | Sequence[float] | None = None,
+        rank: int | None = None,
+        unit: str = "",
+        side: str | None = None,
+    ) -> None:
+        """Append rows of one series: optimizer windows, values, and Unix seconds where known."""
+        self._of(rank).scalars(str(name), step, value, time, unit, side)
+
+    def scalar_row(
+        self, step: int, values: Mapping[str, float], time: float | None = None, rank: int | None = None
+    ) -> None:
+        """Append one row to each of several series in one write: what a loop has to say about one step."""
+        self._of(rank).scalar_row(step, values, time)
+
+    def stats(self, rows: Iterable[Mapping[str, Any]], rank: int | None = None) -> None:
+        """Append statistics of tensors, one mapping a tensor (fields of ``tables.StatRow``), in one write.
+
+        ``order`` is the execution order inside the step and defaults to the position in ``rows``.
+        """
+        self._of(rank).stats(rows)
+
+    def norms(self, step: int, rows: Sequence[NormRow], rank: int | None = None, order: int = 0) -> None:
+        """Append norm-only rows of one step in one write: (name, role, dtype, shape, norm, micro, call).
+
+        Args:
+            step: optimizer window.
+            rows: ``shape`` a tuple, ``norm`` the Euclidean norm, NaN and Inf included.
+            rank: the rank.
+            order: execution order of the first row; the others follow.
+        """
+        self._of(rank).norms(step, rows, order)
+
+    # -- arrays
+
+    def batch(
+        self, step: int, rank: int | None = None, split: str | None = None, micro: int = 0, **evidence: Any
+    ) -> None:
+        """Write one micro-batch: arrays and attributes of ``batches`` (``README.md``) as keywords.
+
+        Raises:
+            EvidenceError: an array has the wrong dtype or shape, or an attribute the wrong type.
+        """
+        arrays, attributes = check_batch(evidence | {"split": split})
+        description = Description(
+            kind="batch", step=count(step, "batch.step"), micro=count(micro, "batch.micro"), attributes=attributes
+        )
+        self._of(rank).arrays(description, arrays)
+
+    def tensor(
+        self,
+        name: str,
+        array: Any,
+        step: int,
+        order: int | None = None,
+        dtype: str | None = None,
+        rank: int | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Write one full array under ``group/name``.
+
+        Args:
+            name: ``group/name``, see the groups with a meaning in ``README.md``.
+            array: NumPy array, torch tensor or nested lists; raw bits where ``dtype`` is bfloat16 or float8.
+            step: optimizer window.
+            order: execution order.
+            dtype: name of the dtype; may be left out where the array's own type says it.
+            rank: the rank.
+            attributes: anything JSON can hold; ``stride`` (elements) and ``device`` describe the original tensor.
+        """
+        stored = check_tensor(name, array, dtype, attributes)
+        description = Description(
+            kind="tensor",
+            name=name,
+            step=count(step, f"tensor {name}, step"),
+            order=None if order is None else count(order, f"tensor {name}, order"),
+            attributes=plain(attributes),
+        )
+        self._of(rank).arrays(description, {"data": stored})
+
+    def rng(self, step: int, rank: int | None = None, micro: int = 0, **states: Any) -> None:
+        """Write random-generator states (``torch``, ``numpy``, ``python``, ``cuda`` …) as they were before the step."""
+        arrays: dict[str, Plain] = {}
+        packed = {name: pack_state(state, arrays) for name, state in states.items() if state is not None}
+        description = Description(
+            kind="rng", step=count(step, "rng.step"), micro=count(micro, "rng.micro"), attributes=packed
+        )
+        self._of(rank).arrays(description, arrays)
+
+    # -- records and files
+
+    def record(self, stream: str, record: Mapping[str, Any], rank: int | None = None) -> None:
+        """Append one record to a stream.
+
+        Raises:
+            EvidenceError: naming stream, record number, field, value and what was expected.
+        """
+        self._of(rank).records(stream, (record,))
+
+    def records(self, stream: str, records: Iterable[Mapping[str, Any]], rank: int | None = None) -> None:
+        """Append records to a stream; those before a faulty one are written."""
+        self._of(rank).records(stream, records)
+
+    def attach(
+        self,
+        path: str | os.PathLike[str],
+        kind: Kind = "other",
+        data: bytes | None = None,
+        rank: int | None = None,
+    ) -> str:
+        """Copy an original into ``files/`` and list it with its SHA-256.
+
+        Args:
+            path: the file; with ``data`` only its last part is used, as the name.
+            kind: log, trace, snapshot, config or other.
+            data: the content, where there is no file.
+            rank: the rank that lists it, where this process did not create the capsule.
+
+        Returns:
+            The path inside the capsule.
+        """
+        directory = self.path / "files"
+        make_directory(directory)
+        temporary = temporary_name(directory)
+        try:
+            size, digest = _copy(Path(path), data, temporary)
+            name = _link_free(temporary, directory, Path(path).name.lstrip(".") or "file")
+        finally:
+            temporary.unlink(missing_ok=True)
+        listed = AttachedFile(path=f"files/{name}", kind=kind, bytes=size, sha256=digest)
+        if self.creator:
+            self.update({"files": [*self._manifest.get("files", []), msgspec.to_builtins(listed)]})
+        else:
+            writer = self._of(rank)
+            writer.state.files = [*(writer.state.files or []), listed]
+            writer.heartbeat()
+        return f"files/{name}"
+
+    # -- life
+
+    def update(self, manifest: Mapping[str, Any]) -> None:
+        """Merge fields into the manifest and replace it; does nothing in a process that did not create the capsule."""
+        if self.creator:
+            merged = _checked(_merged(self._manifest, _masked(manifest)))
+            replace(self.path / "capsule.json", encode(merged))
+            self._manifest = merged
+
+    def heartbeat(
+        self,
+        status: Literal["recording", "sealed", "crashed"] | None = None,
+        trigger: Trigger | Mapping[str, Any] | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Say that the rank is alive; appending does so by itself every few seconds."""
+        self._of(rank).heartbeat(status, _trigger(trigger), step)
+
+    def flush(self) -> None:
+        """Ask the operating system to put everything on disk, and renew the heartbeats."""
+        self._appender.sync()
+        for writer in self._ranks.values():
+            writer.heartbeat()
+
+    def close(
+        self,
+        status: Literal["sealed", "crashed"] = "sealed",
+        trigger: Trigger | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Seal this process's ranks and, where it created the capsule, the manifest. Closing twice does nothing."""
+        if self.closed:
+            return
+        try:
+            found = _trigger(trigger)
+            for writer in self._ranks.values():
+                writer.heartbeat(status, found if writer.rank == self.rank else None)
+            own = self._ranks[self.rank].state.trigger
+            last = {"trigger": msgspec.to_builtins(own)} if own and not self._manifest.get("trigger") else {}
+            self.update({"status": status, **last})
+        finally:
+            self.closed = True
+            self._appender.close()
+
+
+def new_id(seconds: float) -> str:
+    """A new ULID: 48 bits of Unix milliseconds and 80 random bits in Crockford's base 32, so ids sort by time."""
+    value = (int(seconds * 1000) & (1 << 48) - 1) << 80 | secrets.randbits(80)
+    return "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[value >> shift & 31] for shift in range(125, -1, -5))
+
+
+def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest as builtins, without empty fields.
+
+    Raises:
+        EvidenceError: naming the field, its value and what was expected.
+    """
+    mapping, _ = check(plain(manifest), Manifest, "manifest")
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _masked(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: mask(plain(value)) if key in _MASKED else value for key, value in manifest.items()}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, Mapping):
+        return new
+    merged = dict(cast("dict[str, Any]", old))
+    for key, value in cast("Mapping[str, Any]", new).items():
+        merged[key] = _merged(merged.get(key), value)
+    return merged
+
+
+def _trigger(trigger: Trigger | Mapping[str, Any] | None) -> Trigger | None:
+    return check(trigger, Trigger, "trigger")[1] if isinstance(trigger, Mapping) else trigger
+
+
+def _copy(source: Path, data: bytes | None, target: Path) -> tuple[int, str]:
+    """Copy a file or bytes; return size and SHA-256."""
+    digest = hashlib.sha256()
+    size = 0
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        if data is not None:
+            file.write(data)
+            return len(data), hashlib.sha256(data).hexdigest()
+        with source.open("rb") as original:
+            while chunk := original.read(1 << 20):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def _link_free(temporary: Path, directory: Path, name: str) -> str:
+    """Give the finished file its name, or ``stem-2.suffix`` and so on where that is taken."""
+    wanted = Path(name)
+    for number in range(1, 10_000):
+        candidate = name if number == 1 else f"{wanted.stem}-{number}{wanted.suffix}"
+        try:
+            os.link(temporary, directory / candidate)
+            return candidate
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links
+            if not (directory / candidate).exists():
+                os.rename(temporary, directory / candidate)
+                return candidate
+    raise EvidenceError(f"10,000 files are called {name}", str(directory))
