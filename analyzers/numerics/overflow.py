@@ -1,0 +1,283 @@
+"""float16 has no number above 65504: activations that grow into the limit, and a loss scale that never settles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..finding import Evidence, Finding, Where
+from ..registry import rule
+from . import thresholds as T
+from .symptoms import Ints, curve, execution_order, first_nonfinite, has_scaler, skipped_steps, unlawful
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+LIMIT = T.DTYPE_MAX["float16"]
+NEAR = LIMIT / T.NEAR_FACTOR
+
+#: Roles in which size is a matter of the forward pass; gradients are judged apart, since a scaler handles theirs.
+FORWARD = ("activation", "logits", "input", "loss")
+
+MEASURED, ESTIMATED, RMS = "largest element", "largest element, estimated from the norm", "root mean square"
+
+
+@dataclass(frozen=True)
+class Level:
+    """How large a tensor was at one step.
+
+    ``value`` is its largest magnitude, measured or estimated from the norm, or its root mean square where no record
+    of the tensor tells the two apart; ``how`` says which.
+    """
+
+    step: int
+    value: float
+    how: str
+
+    def within(self, factor: float) -> bool:
+        """Whether the largest element is, or may well be, within ``factor`` of the largest float16 number."""
+        return self.value * (T.USUAL_CREST if self.how == RMS else 1.0) >= LIMIT / factor
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A float16 tensor at (``reached`` False: near) the limit, with the levels that led there."""
+
+    row: int
+    reached: bool
+    grew: bool
+    levels: tuple[Level, ...]
+
+
+def levels(stats: Any, rows: Ints, crest_rows: Ints) -> list[Level]:
+    """Size of one tensor over its records, in step order.
+
+    A norm-only record holds the root mean square. Where a full record of the same tensor exists (``crest_rows``), the
+    ratio absmax/rms of the nearest one turns it into an estimate of the largest magnitude.
+    """
+    full = crest_rows[np.isfinite(stats.absmax[crest_rows]) & (stats.rms[crest_rows] > 0)]
+    crest = stats.absmax[full] / stats.rms[full]
+    found: list[Level] = []
+    for row in rows:
+        step, rms = int(stats.step[row]), float(stats.rms[row])
+        if math.isfinite(stats.absmax[row]):
+            found.append(Level(step, float(stats.absmax[row]), MEASURED))
+        elif math.isfinite(rms) and full.size:
+            nearest = float(crest[np.argmin(np.abs(stats.step[full] - step))])
+            found.append(Level(step, min(rms * nearest, LIMIT), ESTIMATED))
+        elif math.isfinite(rms):
+            found.append(Level(step, rms, RMS))
+    return found
+
+
+def growth(history: list[Level], last: float) -> bool:
+    """Whether earlier levels lead up to ``last``: larger than before, and not in one jump from nowhere."""
+    if not history:
+        return False
+    typical = float(np.median([level.value for level in history]))
+    return last >= T.GROWTH_FACTOR * typical and history[-1].value >= last / T.JUMP_NOT_GROWTH
+
+
+def mask_fill(stats: Any, row: int) -> bool:
+    """Whether the magnitude is that of a mask constant: everything large is negative, at finfo.min or a multiple."""
+    low, high = float(stats.min[row]), float(stats.max[row])
+    return math.isfinite(low) and low <= -NEAR and abs(high) < -low / T.INF_NEIGHBOUR_FACTOR
+
+
+def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
+    """The first float16 tensor that left the range, or the first that grew to within 2 × of it; None otherwise.
+
+    Non-finite values downstream of an earlier non-finite tensor say nothing about float16, so only the first unlawful
+    tensor counts, or the float16 tensor right before it that was at the limit.
+    """
+    dtype, role = stats.dtype.astype(str), stats.role.astype(str)
+    forward = np.isin(role, FORWARD)
+    # A scaler raises its scale until gradients overflow and then skips the step: lawful, whatever their size.
+    eligible = (dtype == "float16") & (forward | ((role == "gradient") & (not has_scaler(capsule))))
+    if not eligible.any():
+        return None
+    first_bad = first_nonfinite(capsule, stats)
+    large = eligible & np.isfinite(stats.absmax) & (stats.absmax >= NEAR)
+    # A norm alone proves a large element only where the root mean square is itself that large.
+    large |= eligible & ~np.isfinite(stats.absmax) & np.isfinite(stats.rms) & (stats.rms >= NEAR)
+
+    def history(row: int) -> list[Level]:
+        same = (stats.name == stats.name[row]) & (stats.rank == stats.rank[row]) & (stats.role == stats.role[row])
+        return levels(
+            stats,
+            np.flatnonzero(same & (stats.step < stats.step[row])),
+            np.flatnonzero(same & (stats.step <= stats.step[row])),
+        )
+
+    if first_bad is not None:
+        suspect = first_bad if eligible[first_bad] else _limit_before(stats, large, first_bad)
+        if suspect is not None:
+            before = history(suspect)
+            infinite = bool(stats.posinf[suspect] > 0 or stats.neginf[suspect] > 0)
+            # An Inf beside small finite values is a division or a logarithm, whatever the dtype.
+            sized = infinite and stats.absmax[suspect] >= LIMIT / T.INF_NEIGHBOUR_FACTOR
+            # NaN alone needs a past that stood close to the limit; with an Inf it may have come from further away.
+            grew = len(before) > 1 and growth(before[:-1], before[-1].value)
+            grew = grew and before[-1].within(T.JUMP_NOT_GROWTH if sized else T.NAN_NEAR_FACTOR)
+            if large[suspect] and not mask_fill(stats, suspect):
+                grew |= growth(before, float(stats.absmax[suspect]))
+            if grew or sized:
+                return Overflow(suspect, True, grew, tuple(before[-T.TRAJECTORY :]))
+        # Whatever is large after the first non-finite tensor may be its product.
+        large &= stats.step < stats.step[first_bad]
+
+    for row in execution_order(stats, np.flatnonzero(large)):
+        before = history(int(row))
+        last = float(stats.absmax[row]) if math.isfinite(stats.absmax[row]) else float(stats.rms[row])
+        if not mask_fill(stats, int(row)) and growth(before, last):
+            return Overflow(int(row), False, True, tuple(before[-T.TRAJECTORY :]))
+    return None
+
+
+def _limit_before(stats: Any, large: Any, first_bad: int) -> int | None:
+    """The last float16 tensor at the limit that ran before the first non-finite one in the same step and rank."""
+    here = (stats.step == stats.step[first_bad]) & (stats.rank == stats.rank[first_bad])
+    rows = np.flatnonzero(here & large & (stats.order < stats.order[first_bad]))
+    return int(execution_order(stats, rows)[-1]) if rows.size else None
+
+
+def scale_collapse(capsule: Capsule) -> tuple[int, list[float]] | None:
+    """Step and values of a loss scale that only halves until nothing is left to halve, or None.
+
+    A search at the start ends at a scale that works, long before the floor. −1 and 0 are placeholders.
+    """
+    scale = curve(capsule, "loss_scale").finite()
+    step, value = scale.step[scale.value > 0], scale.value[scale.value > 0]
+    if not value.size or value[-1] > T.SCALE_FLOOR:
+        return None
+    rises = np.flatnonzero(np.diff(value) > 0)
+    start = int(rises[-1]) + 1 if rises.size else 0
+    falls = np.flatnonzero(np.diff(value[start:]) < 0)
+    if falls.size < T.MIN_HALVINGS:
+        return None
+    first = start + int(falls[0])
+    kept = [float(value[first]), *(float(value[start + index + 1]) for index in falls)]
+    return int(step[first]), kept
+
+
+@rule(
+    "numerics/fp16-overflow",
+    stage="numerics",
+    needs=("stats|scalars.loss_scale",),
+    explained_by=("numerics/learning-rate", "data/poison-sample", "data/token-out-of-vocabulary"),
+)
+def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
+    """A float16 tensor grew beyond 65504, the largest number of its type.
+
+    What it checks:
+        Magnitudes of float16 activations, logits and, without a gradient scaler, gradients over the steps; and
+        whether the loss scale ever settles.
+
+    Why it matters:
+        One element above 65504 becomes Inf, the next normalisation or softmax makes NaN of it, and every later layer,
+        the loss and the gradients follow. No loss scale helps against an overflow in the forward pass.
+
+    How it decides:
+        The first non-finite tensor of the run is float16 (or follows a float16 tensor at the limit), and its earlier
+        records grew towards 65504, or it holds Inf beside finite elements above 1,023. A float16 tensor that grew to
+        within 2 × of 65504 (32,752) and is still finite is a warning. Growth: 1.3 × the median of its earlier records,
+        the last of them within 16 ×. Without full statistics the norm bounds the largest element: rms ≤ absmax ≤
+        rms·√numel. Loss scale: five or more halvings in a row without a rise, down to 2 or less.
+
+    Looks like it but is not:
+        The scale search at the start of a run; steps that the scaler skipped because scaled gradients overflowed;
+        −inf in masked scores or logits; a mask constant of −65504; activations that are large but stable; large values
+        in bfloat16 or float32; Inf that came in from an earlier non-finite tensor; a division by zero.
+
+    What to try next:
+        Run the same batch from the captured state in bfloat16 or float32: if it stays finite, range is the cause. Plot
+        the magnitude of the named layer over the steps and look where its growth began.
+
+    Fix:
+        bfloat16; or float32 for the layer that overflows; or stop the growth (normalisation of queries and keys,
+        smaller initialisation of the residual branch, weight decay, a lower learning rate).
+    """
+    if capsule.has("stats"):
+        stats = capsule.stats()
+        found = find_overflow(capsule, stats)
+        if found is not None:
+            yield _tensor_finding(stats, found)
+            return
+    collapse = scale_collapse(capsule)
+    if collapse is not None and not _forward_nonfinite(capsule, collapse[0]):
+        step, values = collapse
+        yield Finding(
+            title="The loss scale halves to its floor",
+            summary=(
+                f"From step {step} the loss scale only falls, {values[0]:g} → {values[-1]:g} in {len(values) - 1} "
+                "halvings without a rise: gradients overflow float16 at every scale."
+            ),
+            where=Where(step=step),
+            evidence=(
+                Evidence(name="loss_scale", value=values[-1], expected=f"> {T.SCALE_FLOOR:g}", note="last value"),
+                Evidence(name="loss_scale trajectory", value=values[-12:]),
+                Evidence(name="halvings in a row", value=len(values) - 1, expected=f"< {T.MIN_HALVINGS}"),
+                Evidence(name="skipped steps", value=len(skipped_steps(capsule)), unit="steps"),
+            ),
+            cause="gradients are not finite at any loss scale: a value in the backward pass exceeds the float16 range",
+            next=("record gradient statistics at a skipped step", "run the captured step in bfloat16"),
+            fix=("train in bfloat16, or find the layer whose gradient is not finite at scale 1",),
+        )
+
+
+def _forward_nonfinite(capsule: Capsule, step: int) -> bool:
+    """Whether the forward pass was already non-finite when the scale began to fall: then scaling is not the matter."""
+    loss = curve(capsule, "loss")
+    if bool((~np.isfinite(loss.value) & (loss.step <= step + 1)).any()):
+        return True
+    if not capsule.has("stats"):
+        return False
+    stats = capsule.stats()
+    forward = np.isin(stats.role.astype(str), FORWARD)
+    return bool((unlawful(capsule, stats) & forward & (stats.step <= step + 1)).any())
+
+
+def _tensor_finding(stats: Any, found: Overflow) -> Finding:
+    """Finding for a tensor at the limit; a near miss is a warning."""
+    row, name, step = found.row, str(stats.name[found.row]), int(stats.step[found.row])
+    largest = float(stats.absmax[row]) if math.isfinite(stats.absmax[row]) else float(stats.rms[row])
+    path = " → ".join(f"{level.value:,.0f}" for level in found.levels)
+    measure = found.levels[-1].how.partition(",")[0] if found.levels else MEASURED
+    infinite = max(int(stats.posinf[row]), 0) + max(int(stats.neginf[row]), 0)
+    lost = infinite + max(int(stats.nan[row]), 0)
+    if found.reached:
+        trail = f"its {measure} went {path} → overflow" if found.grew else "it left the range in one step"
+        title = "A float16 tensor overflowed"
+        summary = f"{name} ({stats.role[row]}) exceeded 65,504 at step {step}: {trail}."
+    else:
+        title = "A float16 tensor is about to overflow"
+        summary = (
+            f"{name} ({stats.role[row]}): {measure} {path} → {largest:,.0f} by step {step}; float16 ends at 65,504."
+        )
+    evidence = [
+        Evidence(name="absmax", value=largest, expected=f"< {NEAR:.0f}", note="largest finite element"),
+        Evidence(name="largest float16", value=LIMIT),
+        Evidence(
+            name=f"{measure} over the steps",
+            value=[level.value for level in found.levels],
+            note=f"steps {', '.join(str(level.step) for level in found.levels)}; "
+            + "; ".join(sorted({level.how for level in found.levels})),
+        ),
+        Evidence(name="dtype", value="float16"),
+    ]
+    if found.reached:
+        evidence.insert(0, Evidence(name="non-finite elements", value=lost, expected=0, note=f"{infinite} of them Inf"))
+    return Finding(
+        severity=None if found.reached else "warning",
+        title=title,
+        summary=summary,
+        where=Where(step=step, rank=int(stats.rank[row]), tensor=name, order=int(stats.order[row])),
+        evidence=tuple(evidence),
+        cause=f"the magnitude of {name} exceeds what float16 can hold",
+        next=("run the captured step in bfloat16", f"look where the growth of {name} began"),
+        fix=("bfloat16, or float32 for this layer", "stop the growth: normalise, smaller initialisation, lower rate"),
+    )

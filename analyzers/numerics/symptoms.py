@@ -1,0 +1,193 @@
+"""When a run leaves its path: non-finite tensors that are not lawful, losses and gradient norms out of line.
+
+Pure functions on series and statistics. They name no cause; the rules that look for one agree on the moment here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..samples import MAD_TO_SIGMA
+from . import thresholds as T
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+#: Roles whose −inf alone is a mask at work: attention scores, masked logits, additive masks.
+MAY_BE_MASKED = ("input", "activation", "logits")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A scalar over steps, one value a step in step order (the last one where a resumed run repeats a step)."""
+
+    step: Ints
+    value: Floats
+
+    def finite(self) -> Curve:
+        """Only the finite values."""
+        keep = np.isfinite(self.value)
+        return Curve(self.step[keep], self.value[keep])
+
+    def at(self, step: int) -> float:
+        """Value at a step, NaN where there is none."""
+        index = np.flatnonzero(self.step == step)
+        return float(self.value[index[0]]) if index.size else math.nan
+
+    def between(self, first: int, last: int) -> Curve:
+        """Values of steps first … last, both included."""
+        keep = (self.step >= first) & (self.step <= last)
+        return Curve(self.step[keep], self.value[keep])
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """The first step at which something went wrong, what it was, and the number beside its expectation."""
+
+    step: int
+    kind: str
+    value: float
+    expected: float
+
+
+def curve(capsule: Capsule, name: str, rank: int | None = None) -> Curve:
+    """The scalar ``name`` as a curve; empty where it was not recorded."""
+    series = capsule.scalars(name, rank=rank)
+    step = np.asarray(series.step, np.int64)
+    value = np.asarray(series.value, np.float64)
+    # np.unique keeps the first of equal steps: turn round so that the last record of a repeated step wins.
+    unique, last = np.unique(step[::-1], return_index=True)
+    return Curve(unique, value[::-1][last])
+
+
+def spread(values: Floats) -> tuple[float, float]:
+    """Median and robust standard deviation."""
+    median = float(np.median(values))
+    return median, float(np.median(np.abs(values - median))) * MAD_TO_SIGMA
+
+
+def start_level(values: Floats) -> float:
+    """Size of a loss at the start of the record: the scale that tells a rise from a trifle."""
+    return abs(float(np.median(values[: T.RECENT_WINDOW]))) if values.size else math.nan
+
+
+def skipped_steps(capsule: Capsule) -> frozenset[int]:
+    """Steps that a gradient scaler skipped: overflow flags, skip events, or a falling loss scale."""
+    flags = curve(capsule, "overflow")
+    steps = {int(step) for step in flags.step[flags.value > 0]}
+    for event in capsule.records("events"):
+        if event.get("kind") == "optimizer_step_skipped" and event.get("step") is not None:
+            steps.add(int(event["step"]))
+    scale = curve(capsule, "loss_scale")
+    fell = np.flatnonzero(np.diff(scale.value) < 0)
+    # The scale may have been read before or after the scaler's update: either step can be the skipped one.
+    for index in fell:
+        steps.update((int(scale.step[index]), int(scale.step[index + 1])))
+    return frozenset(steps)
+
+
+def has_scaler(capsule: Capsule) -> bool:
+    """Whether a gradient scaler was at work (a loss scale of −1, 0 or 1 is a placeholder, not a scale)."""
+    return bool((curve(capsule, "loss_scale").value > 1).any())
+
+
+def unlawful(capsule: Capsule, stats: Any) -> Bools:
+    """Which rows hold non-finite values that should not be there.
+
+    Lawful: −inf alone where a mask may have written it, and gradients of a step that the scaler skipped. A row that
+    carries only an infinite norm (nothing was counted) is judged by the loss of its step: a mask leaves it finite.
+    """
+    bad: Bools = np.asarray(stats.nonfinite, bool).copy()
+    if not bad.any():
+        return bad
+    role = np.asarray(stats.role, dtype=object)
+    maskable: Bools = np.isin(role.astype(str), MAY_BE_MASKED)
+    bad &= ~(maskable & (stats.nan == 0) & (stats.posinf == 0) & (stats.neginf > 0))
+    uncounted: Bools = bad & maskable & (stats.nan < 0) & (stats.neginf < 0) & np.isposinf(stats.rms)
+    if uncounted.any():
+        loss = curve(capsule, "loss").finite()
+        bad &= ~(uncounted & np.isin(stats.step, loss.step))
+    gradients: Bools = bad & (role == "gradient")
+    if gradients.any():
+        skipped = skipped_steps(capsule)
+        bad &= ~(gradients & np.isin(stats.step, list(skipped)))
+    return bad
+
+
+def execution_order(stats: Any, rows: Ints) -> Ints:
+    """Row numbers sorted by (step, execution order, forward before backward, rank)."""
+    backward = np.asarray(stats.role, dtype=object)[rows] == "gradient"
+    return rows[np.lexsort((stats.rank[rows], backward, stats.order[rows], stats.step[rows]))]
+
+
+def first_nonfinite(capsule: Capsule, stats: Any) -> int | None:
+    """Row number of the first unlawful non-finite tensor, or None."""
+    rows = np.flatnonzero(unlawful(capsule, stats))
+    return int(execution_order(stats, rows)[0]) if rows.size else None
+
+
+def loss_rise(loss: Curve) -> Symptom | None:
+    """First finite loss that leaves its earlier level for good or by far.
+
+    Early on a loss above 1.5 × everything before; later one above median + max(6σ, half the median) of the last 20
+    that the next step does not take back.
+    """
+    finite = loss.finite()
+    values = finite.value
+    floor = T.SYMPTOM_OF_START * start_level(values)
+    for index in range(1, len(values)):
+        value = float(values[index])
+        if index < T.SYMPTOM_MIN_HISTORY:
+            limit = T.EARLY_FACTOR * float(values[:index].max())
+            if value > limit > 0:
+                return Symptom(int(finite.step[index]), "loss-rise", value, limit)
+            continue
+        median, sigma = spread(values[max(0, index - T.RECENT_WINDOW) : index])
+        limit = median + max(T.SYMPTOM_SIGMA * sigma, T.SYMPTOM_RELATIVE * abs(median), floor)
+        if value > limit and (index + 1 == len(values) or values[index + 1] > (median + limit) / 2):
+            return Symptom(int(finite.step[index]), "loss-rise", value, limit)
+    return None
+
+
+def gradient_rise(gradient: Curve, ignore: frozenset[int]) -> Symptom | None:
+    """First gradient norm above 10 × the maximum of the first steps which the next step does not take back."""
+    keep = np.isfinite(gradient.value) & ~np.isin(gradient.step, list(ignore))
+    step, value = gradient.step[keep], gradient.value[keep]
+    for index in range(T.MIN_HISTORY, len(value)):
+        limit = T.EXPLOSION_FACTOR * float(value[: min(index, T.FIRST_STEPS)].max())
+        if value[index] > limit > 0 and (index + 1 == len(value) or value[index + 1] > limit / T.EXPLOSION_FACTOR):
+            return Symptom(int(step[index]), "gradient-rise", float(value[index]), limit)
+    return None
+
+
+def first_symptom(capsule: Capsule) -> Symptom | None:
+    """The earliest of: loss out of line or non-finite, gradient norm out of line, a non-finite tensor."""
+    loss, gradient = curve(capsule, "loss"), curve(capsule, "grad_norm")
+    found: list[Symptom] = []
+    lost = np.flatnonzero(~np.isfinite(loss.value))
+    if lost.size:
+        found.append(Symptom(int(loss.step[lost[0]]), "loss-nonfinite", float(loss.value[lost[0]]), math.nan))
+    looks: tuple[Callable[[], Symptom | None], ...] = (
+        lambda: loss_rise(loss),
+        lambda: gradient_rise(gradient, skipped_steps(capsule)),
+    )
+    found.extend(symptom for look in looks if (symptom := look()) is not None)
+    if capsule.has("stats"):
+        stats = capsule.stats()
+        row = first_nonfinite(capsule, stats)
+        if row is not None:
+            found.append(Symptom(int(stats.step[row]), "tensor-nonfinite", float(stats.rms[row]), math.nan))
+    return min(found, key=lambda symptom: symptom.step, default=None)

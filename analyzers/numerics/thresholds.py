@@ -1,0 +1,101 @@
+"""Every threshold of the numerics rules, in one place; each appears in a finding's evidence as ``expected``.
+
+Where a comment names a run, it is a byte-level GPT of 0.7 M parameters trained with AdamW on source text, batch 8.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Largest finite number of a dtype.
+DTYPE_MAX: Final = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+
+# ---- loss and gradient norm -----------------------------------------------------------------------------------------
+#: Steps at the start whose maximum is the yardstick of an explosion.
+FIRST_STEPS: Final = 100
+#: Fewest earlier values before a maximum of "the first" means anything.
+MIN_HISTORY: Final = 20
+#: Multiple of the first steps' maximum that is an explosion.
+EXPLOSION_FACTOR: Final = 10.0
+#: Gradient norm that is large by itself, when the loss rises with it.
+GRADIENT_LARGE: Final = 100.0
+#: How far above the median of the last 20 a gradient norm is to take part in a spike or a rise.
+GRADIENT_PARTNER: Final = 2.0
+
+#: Trailing window of a loss spike and its width in standard deviations.
+SPIKE_WINDOW: Final = 128
+SPIKE_SIGMA: Final = 6.0
+#: Fewest values in the window: sixteen estimate a standard deviation to about ±18 %.
+SPIKE_MIN_WINDOW: Final = 32
+#: Short window, and the multiple of its median that is a spike when the gradient norm agrees.
+RECENT_WINDOW: Final = 20
+RECENT_FACTOR: Final = 2.0
+#: A spike must rise by this share of the loss at the start: a memorised set jumps by large factors of nothing.
+SPIKE_MIN_RISE: Final = 0.02
+#: Steps within which a benign spike is back at its level. Real 124 M runs are back at the next step.
+RECOVERY_STEPS: Final = 30
+#: Robust standard deviations within which the level counts as reached again.
+RECOVERY_SIGMA: Final = 3.0
+#: An unfinished series ends in a spike: below this many σ it may as well be a benign one (real ones reach 9).
+END_SIGMA: Final = 12.0
+#: Steps around a spike in which an event (mixture, context length, checkpoint) is its neighbour.
+EVENT_NEIGHBOURHOOD: Final = 3
+#: Standard deviations from which a sample or its neighbours are unusual, as evidence for a spike's cause.
+SAMPLE_SIGMA: Final = 6.0
+SAMPLE_HIGH: Final = 2.0
+
+# ---- symptoms of a run that leaves its path -------------------------------------------------------------------------
+#: Before there are this many losses, a symptom is a loss above ``EARLY_FACTOR`` × all before.
+SYMPTOM_MIN_HISTORY: Final = 8
+EARLY_FACTOR: Final = 1.5
+#: Later: above the recent median by this many robust σ, by this share of the median and of the loss at the start.
+SYMPTOM_SIGMA: Final = 6.0
+SYMPTOM_RELATIVE: Final = 0.5
+SYMPTOM_OF_START: Final = 0.05
+
+# ---- learning rate --------------------------------------------------------------------------------------------------
+#: ‖Δw‖/‖w‖ of one step beyond which a step replaces the weights more than it improves them. Runs at 1e-3 start at
+#: 0.024, at 3e-3 at 0.07 and stay sound; at 3e-2 0.71, at 1e-1 2.4, and SGD at 1 0.17: all break within three steps.
+UPDATE_RATIO: Final = 0.1
+#: Without a warm-up the first steps may be too large below that limit, too.
+UPDATE_RATIO_NO_WARMUP: Final = 0.05
+NO_WARMUP_STEPS: Final = 20
+#: Where a step replaces the weights outright, a loss barely above all before it, or bouncing off its lowest, is symptom
+#: enough. At 3e-2 (ratios 0.7 and 0.9) 6.1 follows 5.6, or 5.5 follows 3.2; at 1e-2 (0.24, 0.3) 3.5 follows 2.9.
+UPDATE_REPLACED: Final = 0.4
+REPLACED_WINDOW: Final = 5
+WEAK_OVER_HIGHEST: Final = 1.05
+WEAK_OVER_LOWEST: Final = 1.3
+#: Steps before a symptom in which its cause is looked for.
+CAUSE_WINDOW: Final = 20
+#: A gradient norm beyond this multiple of the earlier median is itself the oddity, not the learning rate.
+GRADIENT_ORDINARY: Final = 10.0
+#: Change of the learning rate from one step to the next that is a jump, and the steps it has to show a symptom.
+JUMP_FACTOR: Final = 10.0
+JUMP_WINDOW: Final = 50
+#: Steps at zero, or at one value where the schedule moves, before the scheduler is called frozen.
+ZERO_STEPS: Final = 10
+FROZEN_STEPS: Final = 20
+#: Relative change that the schedule must predict over the recorded steps.
+FROZEN_CHANGE: Final = 0.1
+#: Fall of the loss (share of its start) which shows that the model does learn, whatever the logged rate says.
+LEARNING_FALL: Final = 0.05
+
+# ---- float16 --------------------------------------------------------------------------------------------------------
+#: "Near" the largest float16 number: within this factor of it.
+NEAR_FACTOR: Final = 2.0
+#: A tensor that turns NaN without an Inf in sight must have been this near before.
+NAN_NEAR_FACTOR: Final = 4.0
+#: Growth between the earlier records of a tensor and the last one before the limit.
+GROWTH_FACTOR: Final = 1.3
+#: The last record before must be within this factor of the value that follows; more is a jump, not growth.
+JUMP_NOT_GROWTH: Final = 16.0
+#: Ratio of the largest element to the root mean square that activations rarely exceed by much.
+USUAL_CREST: Final = 16.0
+#: An Inf whose finite neighbours are below 65504 / this factor came from a division or a logarithm, not from size.
+INF_NEIGHBOUR_FACTOR: Final = 64.0
+#: Records of a tensor shown as its trajectory.
+TRAJECTORY: Final = 6
+#: Loss scale at which there is nothing left to halve, and the halvings in a row that lead there.
+SCALE_FLOOR: Final = 2.0
+MIN_HALVINGS: Final = 5

@@ -1,0 +1,157 @@
+"""Loss of single samples, step by step, and whether one of them stands alone among its neighbours.
+
+Several families ask the same question of a step (one bad sample, or the whole model?), so the answer lives here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ..capsules import Capsule
+
+#: 1 / Φ⁻¹(3/4): turns a median absolute deviation into the standard deviation of a normal distribution.
+MAD_TO_SIGMA = 1.4826
+
+#: A spread is never taken as smaller than this share of the median, or a memorised set has outliers everywhere.
+MIN_RELATIVE_SPREAD = 0.02
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sample in one step; ``loss`` is its own mean in nats a token."""
+
+    step: int
+    rank: int
+    id: str
+    loss: float
+    length: int | None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """The worst sample of a step beside its neighbours and beside what came before.
+
+    ``z`` is in robust standard deviations of the trailing window (NaN without one), ``excess`` its distance from the
+    window's median, ``usual_excess`` the largest distance that the window itself held, ``alone`` whether no other
+    sample of the step is as far out, and ``share`` its part of the sum over the step's samples.
+    """
+
+    sample: Sample
+    others_median: float
+    others: int
+    others_finite: bool
+    share: float
+    z: float
+    median: float
+    excess: float
+    usual_excess: float
+    alone: bool
+
+
+def samples_by_step(capsule: Capsule) -> dict[int, list[Sample]]:
+    """Training samples with a loss of their own, by step: from the sample records, else from captured batches."""
+    steps: dict[int, list[Sample]] = defaultdict(list)
+    for record in capsule.records("samples"):
+        step, loss = record.get("step"), record.get("loss")
+        if step is None or loss is None or record.get("split") not in (None, "train"):
+            continue
+        length = record.get("length")
+        source = record.get("source")
+        steps[int(step)].append(
+            Sample(
+                int(step),
+                int(record.get("rank") or 0),
+                str(record.get("id", "")),
+                float(loss),
+                int(length) if length is not None else None,
+                str(source) if source is not None else None,
+            )
+        )
+    if not steps:
+        for batch in capsule.batches():
+            if batch.split in (None, "train"):
+                steps[batch.step].extend(_batch_samples(batch))
+    return dict(sorted(steps.items()))
+
+
+def _batch_samples(batch: Any) -> list[Sample]:
+    """Per-row mean of a captured batch's token losses over its supervised positions."""
+    if batch.token_loss is None:
+        return []
+    token_loss: NDArray[np.float64] = np.asarray(batch.token_loss, np.float64)  # [B, T]
+    supervised = np.ones(token_loss.shape, bool)
+    if batch.labels is not None and np.shape(batch.labels) == token_loss.shape:
+        labels = np.asarray(batch.labels)
+        supervised = labels >= 0
+        if batch.label_layout == "unshifted":  # position t predicts the label of t + 1
+            supervised = np.zeros_like(supervised)
+            supervised[:, :-1] = labels[:, 1:] >= 0
+    elif batch.attention_mask is not None and np.shape(batch.attention_mask) == token_loss.shape:
+        supervised = np.asarray(batch.attention_mask) > 0
+    ids: Sequence[str] = batch.sample_ids or ()
+    rows: list[Sample] = []
+    for row in range(len(token_loss)):
+        tokens = int(supervised[row].sum())
+        if tokens:
+            name = str(ids[row]) if row < len(ids) else f"row {row}"
+            mean = float(token_loss[row][supervised[row]].mean())
+            rows.append(Sample(batch.step, batch.rank or 0, name, mean, tokens))
+    return rows
+
+
+def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float) -> Outlier | None:
+    """The sample of a step with the largest (or a non-finite) loss, measured against the others and the past.
+
+    The deviation of a sample that is shorter than usual is divided by √(usual length / its length): a mean over few
+    tokens is noisier.
+
+    Args:
+        step: samples of one step.
+        before: samples of the trailing window (earlier steps only); may be empty.
+        far: robust standard deviations from which another sample of the step counts as far out, too.
+
+    Returns:
+        None for an empty step.
+    """
+    if not step:
+        return None
+    losses = np.array([each.loss for each in step])
+    worst = int(np.argmax(np.where(np.isfinite(losses), losses, np.inf)))
+    others = np.delete(losses, worst)
+    finite_others = others[np.isfinite(others)]
+    past = np.array([each.loss for each in before if math.isfinite(each.loss)])
+    sample = step[worst]
+
+    z, median, excess, usual_excess, alone = math.nan, math.nan, math.nan, math.nan, len(finite_others) == len(others)
+    if past.size:
+        median = float(np.median(past))
+        sigma = max(float(np.median(np.abs(past - median))) * MAD_TO_SIGMA, MIN_RELATIVE_SPREAD * abs(median), 1e-12)
+        lengths = [each.length for each in before if each.length]
+        if sample.length and lengths:
+            sigma *= math.sqrt(max(1.0, float(np.median(lengths)) / sample.length))
+        excess = sample.loss - median
+        z = excess / sigma
+        usual_excess = float(past.max()) - median
+        alone = alone and not bool((finite_others > median + far * sigma).any())
+    total = float(losses.sum())
+    return Outlier(
+        sample=sample,
+        others_median=float(np.median(finite_others)) if finite_others.size else math.nan,
+        others=len(others),
+        others_finite=len(finite_others) == len(others) > 0,
+        share=sample.loss / total if math.isfinite(total) and total > 0 else math.nan,
+        z=z,
+        median=median,
+        excess=excess,
+        usual_excess=usual_excess,
+        alone=alone,
+    )
