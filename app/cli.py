@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from .output import UNUSABLE, CommandError, narrate
-from .text import one_line
+from .text import one_line, stand_in
 
 #: Every command, in the order a newcomer needs them.
 COMMANDS = {
@@ -39,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 nothing found, 1 findings, 2 unusable path or usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A terminal that cannot show a sign gets an escape for it, never an encoding error.
+    codecs.register_error("llmconsole.stand-in", stand_in)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # pyright: ignore
+            stream.reconfigure(errors="llmconsole.stand-in")  # pyright: ignore
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()

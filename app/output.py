@@ -29,7 +29,8 @@ def print_json(document: Any) -> None:
     from ..capsules.jsonio import encode
 
     indented = msgspec.json.format(encode(document), indent=2)
-    print(safe_json(indented.decode("utf-8", "surrogatepass")))
+    ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+    print(safe_json(indented.decode("utf-8", "surrogatepass"), ascii_only=ascii_only))
 
 
 def console(width: int | None = None) -> Console:

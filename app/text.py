@@ -13,6 +13,14 @@ _UNSAFE_IN_JSON = re.compile(
     "\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\U000e0000-\U000e0fff]"
 )
 
+_NOT_ASCII = re.compile(r"[^\x00-\x7e]")
+
+#: Signs of ours for terminals whose encoding lacks them.
+_ASCII_SIGNS = {
+    "✗": "x", "✓": "+", "–": "-", "—": "-", "◐": "*", "·": ".", "…": "~", "▸": ">",
+    "└": "`", "├": "|", "│": "|", "×": "x", "±": "~", "≤": "<", "≥": ">", "→": ">",
+}  # fmt: skip
+
 
 def visible(text: object, keep: str = "") -> str:
     r"""Make every character that does not print visible as an escape (``\x1b``, ``\u202e``).
@@ -44,9 +52,26 @@ def keep_tail(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def safe_json(document: str) -> str:
-    r"""Escape, inside JSON text, what a terminal would act on; the document stays equal JSON."""
-    return _UNSAFE_IN_JSON.sub(lambda match: _json_escape(match.group()), document)
+def ending(text: object, width: int) -> str:
+    """``one_line`` cut after ``width`` characters at the end of a word."""
+    string = one_line(text, 10_000)
+    if len(string) <= width:
+        return string
+    return string[: width - 1].rpartition(" ")[0].rstrip(" ,;:") + " …"
+
+
+def safe_json(document: str, *, ascii_only: bool = False) -> str:
+    r"""Escape, inside JSON text, what a terminal would act on or cannot show; the document stays equal JSON."""
+    unsafe = _NOT_ASCII if ascii_only else _UNSAFE_IN_JSON
+    return unsafe.sub(lambda match: _json_escape(match.group()), document)
+
+
+def stand_in(error: UnicodeError) -> tuple[str, int]:
+    """Codec error handler: a sign that the terminal's encoding lacks becomes an ASCII one of the same width."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_ASCII_SIGNS.get(char) or _escape(char) for char in missing), error.end
 
 
 def _prints(char: str) -> bool:

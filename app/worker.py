@@ -125,6 +125,13 @@ class Worker:
             self._kill()
         raise WorkerError(error["kind"], error["message"])
 
+    def abort(self) -> None:
+        """Kill the process from another thread; a call in progress ends as ``crashed``."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the process; it is gone when this returns."""
         process = self._process

@@ -11,7 +11,6 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 
@@ -59,9 +58,12 @@ def _limit_memory(size: int) -> None:
 
 def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     from ..capsules.errors import EvidenceError
+    from ..capsules.jsonio import plain
+    from . import answers, looks
 
+    methods = {**answers.METHODS, **looks.METHODS}
     try:
-        return {"result": METHODS[method](**params)}
+        return {"result": plain(methods[method](**params))}
     except EvidenceError as error:
         return {"error": {"kind": "refused", "message": str(error)}}
     except MemoryError:
@@ -81,14 +83,6 @@ def _out_of_memory(method: str) -> dict[str, str]:
         "message": f"{method}: the analysis process reached its memory limit; LLMCONSOLE_WORKER_MEMORY (GiB) raises it",
     }
 
-
-def _ping() -> dict[str, Any]:
-    return {"pid": os.getpid()}
-
-
-METHODS: dict[str, Callable[..., Any]] = {
-    "ping": _ping,
-}
 
 if __name__ == "__main__":
     main()

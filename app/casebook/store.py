@@ -25,6 +25,34 @@ class StoreError(Exception):
     """git, or the repository, refuses; one line that says what, where, and what to do."""
 
 
+def version() -> str:
+    """Git's version.
+
+    Raises:
+        StoreError: there is no git.
+    """
+    return _run(Path.cwd(), "version").decode("utf-8", "replace").removeprefix("git version ").strip()
+
+
+def identity(directory: Path) -> str:
+    """Who would commit in a directory, as ``Name <address>``.
+
+    Raises:
+        StoreError: git does not know.
+    """
+    return _run(directory, "var", "GIT_COMMITTER_IDENT").decode("utf-8", "replace").rpartition(">")[0] + ">"
+
+
+def create(directory: Path) -> Repository:
+    """Make an existing directory a git repository of its own.
+
+    Raises:
+        StoreError: there is no git, or it refuses.
+    """
+    _run(directory, "init", "--quiet")
+    return Repository(directory)
+
+
 class Repository:
     """A git work tree.
 
@@ -118,6 +146,25 @@ class Repository:
             raise
         return self._git("rev-parse", "--verify", "HEAD").decode().strip()
 
+    def commit_all(self, message: str) -> str:
+        """Commit everything in the work tree that no ignore rule excludes; return the commit's id.
+
+        For a repository of our own (the demo's). In the user's, ``commit`` takes one file.
+
+        Raises:
+            StoreError: git refused.
+        """
+        self._git("add", "--all")
+        with tempfile.TemporaryFile() as text:
+            text.write(message.encode("utf-8", "replace"))
+            text.seek(0)
+            self._git("commit", "--quiet", "--file=-", text=text)
+        return self._git("rev-parse", "--verify", "HEAD").decode().strip()
+
+    def history(self) -> str:
+        """One line a commit, newest first, as git tells it (``git log --oneline``)."""
+        return self._git("log", "--oneline", "--no-color", "--").decode("utf-8", "replace")
+
     def summary(self, commit: str) -> str:
         """What a commit is and touches, as git tells it (``git show --stat``)."""
         return self._git("show", "--stat", "--format=medium", "--no-color", commit, "--").decode("utf-8", "replace")
@@ -166,25 +213,31 @@ class Repository:
                 time.sleep(delay)
 
     def _git(self, *arguments: str, text: BinaryIO | None = None) -> bytes:
-        """Run git to its end and return what it printed."""
-        import git
+        return _run(self._directory, *arguments, text=text)
 
-        try:
-            status, output, errors = git.Git().execute(
-                ["git", "-C", os.fspath(self._directory), *arguments],
-                istream=text,
-                with_extended_output=True,
-                with_exceptions=False,
-                stdout_as_string=False,
-                strip_newline_in_stdout=False,
-                env={"GIT_TERMINAL_PROMPT": "0"},
-            )
-        except git.GitCommandNotFound:
-            raise StoreError("git is not on the PATH; install it") from None
-        if status:
-            raise StoreError(_reason(str(errors), arguments[0], self._directory))
-        assert isinstance(output, bytes)
-        return output
+
+def _run(directory: Path, *arguments: str, text: BinaryIO | None = None) -> bytes:
+    """Run git to its end in a directory and return what it printed."""
+    # Without this, importing GitPython fails where there is no git, before it can be said in our words.
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    import git
+
+    try:
+        status, output, errors = git.Git().execute(
+            ["git", "-C", os.fspath(directory), *arguments],
+            istream=text,
+            with_extended_output=True,
+            with_exceptions=False,
+            stdout_as_string=False,
+            strip_newline_in_stdout=False,
+            env={"GIT_TERMINAL_PROMPT": "0"},
+        )
+    except git.GitCommandNotFound:
+        raise StoreError("git is not on the PATH; install it") from None
+    if status:
+        raise StoreError(_reason(str(errors), arguments[0], directory))
+    assert isinstance(output, bytes)
+    return output
 
 
 def _reason(errors: str, command: str, directory: Path) -> str:

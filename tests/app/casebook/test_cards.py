@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from llmconsole.app.casebook import cards
 
 LOG = """\
@@ -61,7 +60,7 @@ blocks = st.sampled_from(
 
 @st.composite
 def logs(draw: st.DrawFn) -> str:
-    """A case log as people leave one behind: cards between prose, fences, comments; any line end; with or without a last."""
+    """A case log as people leave one behind: cards between prose, fences and comments, with any line ends."""
     parts: list[str] = []
     for number in range(draw(st.integers(0, 3))):
         parts += draw(st.lists(blocks, max_size=2))

@@ -1,0 +1,170 @@
+"""What the worker process can be asked. Every function here opens capsules or imports rules, and runs only there.
+
+Arguments and results are plain data; the side that asks turns them into types again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..analyzers.registry import Rule
+    from ..capsules import Capsule
+
+
+def ping() -> dict[str, Any]:
+    """Say that the worker is there."""
+    return {"pid": os.getpid()}
+
+
+def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = ()) -> Any:
+    """Run rules on one capsule; ``rules`` and ``stages`` narrow them down (empty: all)."""
+    from ..analyzers.runner import analyze as run_rules
+
+    chosen = None
+    if rules or stages:
+        chosen = [
+            rule
+            for rule in _all_rules()
+            if (not rules or rule.id in rules) and (not stages or rule.stage in stages)
+        ]
+    return run_rules(_open(path), chosen)
+
+
+def show(path: str) -> dict[str, Any]:
+    """Manifest, inventory, the eight replay items and the damage of one capsule."""
+    capsule = _open(path)
+    return {
+        "id": capsule.id,
+        "title": capsule.title,
+        "path": path,
+        "status": capsule.status,
+        "ranks": capsule.ranks,
+        "manifest": capsule.manifest.raw,
+        "inventory": capsule.inventory(),
+        "replay": capsule.replay_items(),
+        "damage": capsule.damage(),
+    }
+
+
+def peek(path: str) -> dict[str, Any]:
+    """The line of a list: state, trigger, last step and when the capsule last changed (Unix seconds)."""
+    capsule = _open(path)
+    trigger = capsule.trigger
+    return {
+        "id": capsule.id,
+        "title": capsule.title,
+        "path": path,
+        "status": capsule.status,
+        "trigger": (trigger.kind or "") if trigger else "",
+        "message": (trigger.message or "") if trigger else "",
+        "step": _last_step(capsule),
+        "changed": _last_change(Path(path)),
+    }
+
+
+def describe(path: str) -> dict[str, Any]:
+    """What a case needs to know of a capsule: identity, digest, and the divergences with the first one in words."""
+    from ..analyzers.runner import analyze as run_rules
+
+    capsule = _open(path)
+    report = run_rules(capsule)
+    first, trigger = report.first_divergence, capsule.trigger
+    divergences = [each for each in report.findings if each.kind == "divergence" and each.severity != "info"]
+    run = capsule.manifest.run
+    return {
+        "id": capsule.id,
+        "sha256": capsule.digest(),
+        "status": capsule.status,
+        "run": ((run.name or run.id) if run else None) or "",
+        "step": first.where.step if first else (trigger.step if trigger else None),
+        "rules": list(dict.fromkeys([*([first.rule] if first else []), *(each.rule for each in divergences)])),
+        "symptom": first.summary if first else ((trigger.message or "") if trigger else ""),
+    }
+
+
+def rules() -> dict[str, Any]:
+    """Every registered rule with its declaration and documentation, and what could not be loaded."""
+    from ..analyzers.registry import plugin_warnings
+
+    return {
+        "rules": [
+            {
+                "id": rule.id,
+                "stage": rule.stage,
+                "kind": rule.kind,
+                "severity": rule.severity,
+                "title": rule.title,
+                "needs": rule.needs,
+                "explained_by": rule.explained_by,
+                "cases": rule.cases,
+                "documentation": rule.documentation,
+            }
+            for rule in _all_rules()
+        ],
+        "warnings": plugin_warnings(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """The environment as the recorder would write it into a manifest; imports torch."""
+    from ..capsules.recorder.environment import environment as capture
+
+    return dict(capture())
+
+
+def device_facts() -> dict[str, Any]:
+    """See :func:`.machine.device_facts`; imports torch."""
+    from .machine import device_facts as ask
+
+    return ask()
+
+
+def container() -> str | None:
+    """See :func:`.machine.container`."""
+    from .machine import container as ask
+
+    return ask()
+
+
+def _open(path: str) -> Capsule:
+    from ..capsules import Capsule
+
+    return Capsule.open(path)
+
+
+def _all_rules() -> tuple[Rule, ...]:
+    from ..analyzers.registry import all_rules
+
+    return all_rules()
+
+
+def _last_step(capsule: Capsule) -> int | None:
+    """The trigger's step, else the last one of the loss, else of any series."""
+    if capsule.trigger is not None and capsule.trigger.step is not None:
+        return capsule.trigger.step
+    names = dict.fromkeys(["loss", *(key.name for key in capsule.scalar_keys())])
+    last = [int(series.step[-1]) for name in names if len(series := capsule.scalars(name))]
+    return max(last, default=None)
+
+
+def _last_change(path: Path) -> float:
+    """Unix seconds of the last write: rank heartbeats and the manifest are replaced as the job goes on."""
+    candidates = [path / "capsule.json", *path.glob("ranks/*/rank.json"), *path.glob("ranks/*/scalars.bin")]
+    return max((each.lstat().st_mtime for each in candidates if each.exists()), default=0.0)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "ping": ping,
+    "analyze": analyze,
+    "show": show,
+    "peek": peek,
+    "describe": describe,
+    "rules": rules,
+    "environment": environment,
+    "device_facts": device_facts,
+    "container": container,
+}

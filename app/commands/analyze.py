@@ -1,0 +1,95 @@
+"""Name the first place where a run left the expected path.
+
+PATH is a capsule or a directory of capsules. Exit status: 0 nothing found, 1 findings of severity warning or above,
+2 where any path cannot be used (the others are still reported).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...analyzers.finding import STAGES
+from ...analyzers.report import CapsuleReport, Report, exit_status
+from ..analysis import analyze_capsule, capsules_in, is_capsule, unfinished_report
+from ..output import UNUSABLE, CommandError, console, narrate, print_json
+from ..worker import Worker, WorkerError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a capsule, or a directory of capsules")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON (llmconsole.report/1)")
+    parser.add_argument("--rule", action="append", default=[], metavar="ID", help="run this rule only; may be repeated")
+    parser.add_argument(
+        "--stage", choices=STAGES, metavar="S", help=f"run the rules of one stage only: {', '.join(STAGES)}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Analyse every path, print one report, and return the exit status."""
+    reports: list[CapsuleReport] = []
+    usable = True
+    with Worker() as worker:
+        _check_rules(worker, args.rule)
+        for path, problem in sources(args.paths):
+            if problem:
+                narrate(problem)
+                usable = False
+                continue
+            try:
+                stages = (args.stage,) if args.stage else ()
+                reports.append(analyze_capsule(worker, path, rules=args.rule, stages=stages))
+            except WorkerError as error:
+                narrate(f"{path}: {error}" if str(path) not in str(error) else error)
+                usable = False
+                if error.kind != "refused":
+                    reports.append(unfinished_report(path, str(error)))
+    report = Report(reports=tuple(reports))
+    if args.json:
+        print_json(report)
+    elif reports:
+        from ..render import print_report
+
+        print_report(report, console())
+    return exit_status(report) if usable else UNUSABLE
+
+
+def sources(paths: list[str]) -> Iterator[tuple[Path, str]]:
+    """Each capsule behind the given paths, with an empty string; or the path with the reason why it cannot be used.
+
+    Readers of other files are asked here, by content, before a file is refused.
+    """
+    for path in map(Path, paths):
+        try:
+            if is_capsule(path):
+                yield path, ""
+            elif path.is_dir():
+                found = capsules_in(path)
+                yield from ((each, "") for each in found)
+                if not found:
+                    yield path, f"{path}: no capsule in this directory (a capsule is a directory with a capsule.json)"
+            elif path.exists():
+                yield (
+                    path,
+                    f"{path}: not a capsule (a directory with a capsule.json), and no file that can be read as one",
+                )
+            else:
+                yield path, f"{path}: no such file or directory"
+        except (OSError, ValueError) as error:
+            yield path, f"{path}: cannot be read ({error.strerror if isinstance(error, OSError) else error})"
+
+
+def _check_rules(worker: Worker, ids: list[str]) -> None:
+    """Refuse a rule that does not exist: its silence would look like health."""
+    if not ids:
+        return
+    import difflib
+
+    known = [rule["id"] for rule in worker.call("rules")["rules"]]
+    for each in ids:
+        if each not in known:
+            near = difflib.get_close_matches(each, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else "llmconsole rules lists them"
+            raise CommandError(f"no rule is called {each}; {advice}")

@@ -1,0 +1,146 @@
+"""The log of resolved incidents: list it, search it, show one case.
+
+`cases search WORDS` finds the cases that hold every word (substrings, any case, any language); `field:value` narrows
+to a field (class:distributed, rule:numerics/fp16-overflow, cause:"log of zero"), quotes keep a phrase. The cases that
+ship with llmconsole are read beside your own file and marked seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from .. import paths
+from ..casebook import cards, search
+from ..output import CommandError, console, print_json
+from ..text import visible
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class CaseRow(msgspec.Struct, kw_only=True):
+    """One case."""
+
+    id: str
+    title: str
+    seed: bool
+    fields: dict[str, str]
+
+
+class Cases(msgspec.Struct, kw_only=True):
+    """``llmconsole.cases/1``."""
+
+    format: Literal["llmconsole.cases/1"] = "llmconsole.cases/1"
+    file: str
+    query: str
+    cases: tuple[CaseRow, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--json", action="store_true", help="print as JSON (llmconsole.cases/1)")
+    actions = parser.add_subparsers(dest="action", metavar="search|show", title="actions", required=False)
+    find = actions.add_parser("search", help="the cases that hold every word", allow_abbrev=False)
+    find.add_argument("words", nargs="+", metavar="WORDS")
+    one = actions.add_parser("show", help="one case as it stands in the file", allow_abbrev=False)
+    one.add_argument("id", metavar="ID")
+    for each in (find, one):
+        each.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, search or show."""
+    file = paths.case_file()
+    known = load(file)
+    query = ""
+    if args.action == "search":
+        query = " ".join(map(_quoted, args.words))
+        known = tuple(search.search(known, query))
+    elif args.action == "show":
+        known = tuple(card for card in known if card.id == args.id) or _unknown(args.id, known)
+    if args.json:
+        rows = [
+            CaseRow(
+                id=card.id, title=card.title, seed=card.seed, fields={each.name: each.value for each in card.fields}
+            )
+            for card in known
+        ]
+        print_json(Cases(file=str(file), query=query, cases=tuple(rows)))
+        return 0
+    screen = console()
+    if args.action == "show":
+        for card in known:
+            screen.print(_card(card))
+    elif known:
+        for card in known:
+            for line in _rows(card):
+                screen.print(line)
+    else:
+        screen.print(f" No case holds {visible(query)}.", style="bright_black")
+    return 0
+
+
+def load(file: Path) -> tuple[cards.Card, ...]:
+    """The user's cases, then those that ship with the product."""
+    from ..casebook.resolve import ResolveError, read
+
+    try:
+        own = cards.parse(read(file))
+    except ResolveError as error:
+        raise CommandError(error) from error
+    same = {card.text for card in own}  # in our own repository the two files are one
+    return own + tuple(card for card in cards.parse(paths.seed_cases(), seed=True) if card.text not in same)
+
+
+def _quoted(word: str) -> str:
+    """One argument of the shell as one term: what it quoted together stays together."""
+    if '"' in word or not any(char.isspace() for char in word):
+        return word
+    field, colon, rest = word.partition(":")
+    return f'{field}:"{rest}"' if colon and not any(char.isspace() for char in field) else f'"{word}"'
+
+
+def _unknown(id: str, known: tuple[cards.Card, ...]) -> tuple[cards.Card, ...]:
+    import difflib
+
+    near = difflib.get_close_matches(id, [card.id for card in known], n=1)
+    advice = f"did you mean {near[0]}?" if near else f"llmconsole cases search {id}"
+    raise CommandError(f"no case is called {id}; {advice}")
+
+
+def _rows(card: cards.Card) -> list[RenderableType]:
+    """A case in a list: its id and title, and below them what to suspect."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    row = Text(" ")
+    row.append(visible(card.id), "bold")
+    row.append(f"  {visible(card.title)}")
+    if card.seed:
+        row.append("  seed", "bright_black")
+    suspect = card.get("Root cause") or card.get("First suspect")
+    below = Padding(Text(cards.single_line(suspect), "bright_black"), (0, 0, 0, 4))
+    return [row, below] if suspect else [row]
+
+
+def _card(card: cards.Card) -> RenderableType:
+    """The card as it stands, a row a field; `Misled by` stands out, since it saves the most time."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text(" ")
+    head.append(visible(card.id), "bold cyan")
+    head.append(f" · {visible(card.title)}", "bold")
+    head.append("  seed\n" if card.seed else "\n", "bright_black")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
+    for field in card.fields:
+        style = "bold yellow" if field.name.casefold() == "misled by" else "bold"
+        table.add_row(Text(f" {visible(field.name)}", style), Text(visible(field.value, keep="\n")))
+    return Group(head, table, Text())

@@ -1,0 +1,119 @@
+"""Every check of llmconsole; with an id, its documentation."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+import msgspec
+
+from ..output import CommandError, console, narrate, print_json
+from ..text import visible
+from ..worker import Worker, WorkerError
+
+
+class RuleRow(msgspec.Struct, kw_only=True):
+    """One rule: its declaration, and its documentation where one rule was asked for."""
+
+    id: str
+    stage: str
+    kind: str
+    severity: str
+    title: str
+    needs: tuple[str, ...]
+    explained_by: tuple[str, ...]
+    cases: tuple[str, ...]
+    documentation: str
+
+
+class Rules(msgspec.Struct, kw_only=True):
+    """``llmconsole.rules/1``."""
+
+    format: Literal["llmconsole.rules/1"] = "llmconsole.rules/1"
+    rules: tuple[RuleRow, ...]
+    warnings: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("id", nargs="?", metavar="ID", help="the rule whose documentation to print")
+    parser.add_argument("--json", action="store_true", help="print as JSON (llmconsole.rules/1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the rules, or document one."""
+    with Worker() as worker:
+        try:
+            known = msgspec.convert(worker.call("rules"), Rules)
+        except WorkerError as error:
+            raise CommandError(error) from error
+    for warning in known.warnings:
+        narrate(warning)
+    if args.id is not None:
+        known.rules = tuple(rule for rule in known.rules if rule.id == args.id) or _unknown(args.id, known)
+    if args.json:
+        print_json(known)
+    elif args.id is not None:
+        _document(known.rules[0])
+    else:
+        _list(known.rules)
+    return 0
+
+
+def _unknown(id: str, known: Rules) -> tuple[RuleRow, ...]:
+    import difflib
+
+    near = difflib.get_close_matches(id, [rule.id for rule in known.rules], n=1)
+    advice = f"did you mean {near[0]}?" if near else "llmconsole rules lists them"
+    raise CommandError(f"no rule is called {id}; {advice}")
+
+
+def _list(rules: tuple[RuleRow, ...]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    stage = ""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bright_black")
+    table.add_column(ratio=1)
+    for rule in rules:
+        if rule.stage != stage:
+            table.add_row(Text(f" {rule.stage}", "bold"))
+            stage = rule.stage
+        weight = rule.kind if rule.kind == "hygiene" else rule.severity
+        table.add_row(Text(f"   {visible(rule.id)}"), Text(weight), Text(visible(rule.title)))
+    screen.print(table)
+    screen.print(Text("\n llmconsole rules ID documents one of them", "bright_black"))
+
+
+def _document(rule: RuleRow) -> None:
+    """Print the documentation, wrapped, headings in bold; below it what the rule declares."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    screen = console(min(console().width, 110))
+    head = Text(f" {visible(rule.id)}", "bold")
+    head.append(f"   {rule.stage} · {rule.kind} · {rule.severity}", "not bold bright_black")
+    screen.print(head)
+    for block in visible(rule.documentation, keep="\n").split("\n\n"):
+        heading, _, rest = block.partition("\n")
+        screen.print()
+        if heading and _is_heading(heading):
+            screen.print(Text(f" {heading.rstrip(':')}", "bold"))
+            block = rest
+        if block.strip():
+            lines = block.split("\n")
+            flowing = not any(line.startswith((" ", "-", "*", "|")) for line in lines[1:])
+            screen.print(Padding(Text(" ".join(map(str.strip, lines)) if flowing else block), (0, 0, 0, 3)))
+    screen.print()
+    for name, values in (("Needs", rule.needs), ("Explained by", rule.explained_by), ("Cases", rule.cases)):
+        if values:
+            screen.print(Text(f" {name}: ", "bold") + Text(visible(", ".join(values)), "not bold"))
+
+
+def _is_heading(line: str) -> bool:
+    from ...analyzers.registry import HEADINGS
+
+    return line.strip().rstrip(":") in HEADINGS

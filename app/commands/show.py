@@ -1,0 +1,134 @@
+"""What a capsule holds: manifest, inventory of the evidence, damage, and the eight things that a replay needs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from ..output import CommandError, console, print_json
+from ..text import one_line
+from ..worker import Worker, WorkerError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+class ReplayRow(msgspec.Struct, kw_only=True):
+    """One of the eight things that a replay needs."""
+
+    name: str
+    present: bool
+    missing: tuple[str, ...] = ()
+
+
+class DamageRow(msgspec.Struct, kw_only=True):
+    """One thing that is broken, and what of it could still be read."""
+
+    what: str
+    where: str
+    lost: Any = None
+    kept: Any = None
+
+
+class Show(msgspec.Struct, kw_only=True):
+    """``llmconsole.show/1``."""
+
+    format: Literal["llmconsole.show/1"] = "llmconsole.show/1"
+    id: str
+    title: str
+    path: str
+    status: str
+    ranks: tuple[int, ...]
+    replayable: bool
+    replay: tuple[ReplayRow, ...]
+    damage: tuple[DamageRow, ...]
+    inventory: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("capsule", metavar="CAPSULE", help="the capsule's directory")
+    parser.add_argument("--json", action="store_true", help="print as JSON (llmconsole.show/1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the capsule holds."""
+    with Worker() as worker:
+        try:
+            facts = worker.call("show", {"path": args.capsule})
+        except WorkerError as error:
+            raise CommandError(error) from error
+    shown = msgspec.convert({**facts, "replayable": all(item["present"] for item in facts["replay"])}, Show)
+    if args.json:
+        print_json(shown)
+        return 0
+    screen = console()
+    for part in _parts(shown):
+        screen.print(part)
+    return 0
+
+
+def _parts(shown: Show) -> list[RenderableType]:
+    from rich.text import Text
+
+    head = Text(" ")
+    head.append(one_line(shown.title or shown.id), "bold")
+    head.append(f"   {one_line(shown.status)} · {one_line(shown.id)} · {_ranks(shown.ranks)}", "bright_black")
+    parts: list[RenderableType] = [head, Text()]
+    ready = sum(item.present for item in shown.replay)
+    parts.append(Text(f" Replay: {ready} of {len(shown.replay)} present", "bold"))
+    for item in shown.replay:
+        line = Text("   ")
+        line.append("✓" if item.present else "✗", "green" if item.present else "red")
+        line.append(f" {one_line(item.name)}")
+        if item.missing:
+            line.append(f"   lacks {one_line(', '.join(item.missing))}", "bright_black")
+        parts.append(line)
+    for row in shown.damage:
+        line = Text(" ")
+        line.append("✗ damaged", "bold red")
+        line.append(f"  {one_line(row.where)}: {one_line(row.what)}")
+        line.append(f"   lost {one_line(row.lost)}, kept {one_line(row.kept)}", "bright_black")
+        parts.append(line)
+    parts += [Text(), Text(" Evidence", "bold"), _tree(shown.inventory)]
+    parts += [Text(), Text(" Manifest", "bold"), _tree(shown.manifest)]
+    return parts
+
+
+def _tree(mapping: dict[str, Any]) -> Table:
+    """A nested mapping as two columns, dotted names left; long lists by their length."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold", max_width=44)
+    table.add_column(overflow="fold", ratio=1)
+    for name, value in _flat(mapping):
+        table.add_row(Text(f"   {one_line(name, 80)}"), Text(one_line(value, 240)))
+    return table
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [row for key, item in value.items() for row in _flat(item, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(value, list):
+        if all(not isinstance(item, dict | list) for item in value):
+            return [(prefix, ", ".join(map(str, value)))] if value else []
+        if len(value) > 40:
+            return [(prefix, f"{len(value):,} entries")]
+        rows: list[tuple[str, str]] = []
+        for item in value:
+            name = str(item.get("name", "")) if isinstance(item, dict) else ""
+            rest = {key: each for key, each in item.items() if key != "name"} if isinstance(item, dict) else item
+            summary = ", ".join(f"{key} {each}" for key, each in _flat(rest))
+            rows.append((f"{prefix}.{name}" if name else prefix, summary))
+        return rows
+    return [] if value is None else [(prefix, f"{value:,}" if type(value) is int and abs(value) > 9999 else str(value))]
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
