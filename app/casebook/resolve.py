@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import paths
 from . import cards
-from .incident import update_incident
+from .incident import read_incident, update_incident
 from .nodes import find_test
 from .store import Repository
 
@@ -111,6 +111,7 @@ def plan(statement: Statement, incident: Incident, *, repo: Path | None = None, 
     Raises:
         ResolveError: something is missing or wrong; the line names all of it.
         StoreError: there is no repository to look into.
+        IncidentError: ``incident.json`` is there and cannot be read.
     """
     code = Repository(repo or Path.cwd())
     file = paths.case_file(code.root).resolve()
@@ -126,6 +127,7 @@ def plan(statement: Statement, incident: Incident, *, repo: Path | None = None, 
     if problems or fix is None:
         raise ResolveError("the incident is not resolved: " + "; ".join(problems))
 
+    read_incident(incident.path)  # one that cannot be read could not be updated after the commit
     moment = now or datetime.now(UTC)
     values = _values(statement, incident, f"{code.subject(fix)} (commit {fix[:12]})")
     place = "" if incident.step is None else f", step {incident.step}"
@@ -247,10 +249,11 @@ def _test_problem(code: Repository, node: str, fix: str | None) -> str | None:
     """Why the regression test is not there, or None; it must be committed, with the fix or since."""
     path = node.partition("::")[0]
     revisions = [revision for revision in (fix, code.commit_id("HEAD")) if revision]
+    outside = path.startswith(("-", "/")) or ".." in Path(path).parts
     contents = [content for revision in revisions if (content := code.show(revision, path)) is not None]
-    if not path or path.startswith(("-", "/")) or ".." in Path(path).parts or not contents:
-        uncommitted = ".." not in Path(path).parts and (code.root / path).is_file()
-        advice = "it is not committed yet" if path and uncommitted else f"no such file in {code.root}"
+    if not path or outside or not contents:
+        uncommitted = not outside and (code.root / path).is_file()
+        advice = "it is not committed yet" if uncommitted else f"no such file in {code.root}"
         return f"--regression-test {node}: {advice}, neither at the fix commit nor at HEAD"
     if not any(find_test(content, node) for content in contents):
         return f"--regression-test {node}: {path} holds no such test, neither at the fix commit nor at HEAD"

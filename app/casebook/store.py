@@ -22,7 +22,15 @@ LOCK_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.5)
 
 
 class StoreError(Exception):
-    """git, or the repository, refuses; one line that says what, where, and what to do."""
+    """Git, or the repository, refuses; one line that says what, where, and what to do.
+
+    Attributes:
+        held: another git process holds the index, so that a later try may succeed.
+    """
+
+    def __init__(self, message: str, *, held: bool = False) -> None:
+        super().__init__(message)
+        self.held = held
 
 
 def version() -> str:
@@ -203,7 +211,7 @@ class Repository:
                 self._git(*arguments, text=text)
                 return
             except StoreError as error:
-                if ".lock': File exists" not in str(error):
+                if not error.held:
                     raise
                 if delay is None:
                     raise StoreError(
@@ -235,7 +243,7 @@ def _run(directory: Path, *arguments: str, text: BinaryIO | None = None) -> byte
     except git.GitCommandNotFound:
         raise StoreError("git is not on the PATH; install it") from None
     if status:
-        raise StoreError(_reason(str(errors), arguments[0], directory))
+        raise StoreError(_reason(str(errors), arguments[0], directory), held="index.lock': File exists" in str(errors))
     assert isinstance(output, bytes)
     return output
 
@@ -252,4 +260,4 @@ def _reason(errors: str, command: str, directory: Path) -> str:
     if "this operation must be run in a work tree" in errors:
         return f"{directory} is a bare repository; give a work tree with --repo"
     lines = [line for line in errors.splitlines() if line.strip() and not line.startswith("hint:")]
-    return f"git {command}: {one_line(' · '.join(lines[-4:]) or 'failed without a word', 600)}"
+    return f"git {command}: {one_line(' · '.join(lines) or 'failed without a word', 600)}"
