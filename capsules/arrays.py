@@ -100,7 +100,7 @@ def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(chunks)
 
 
-def parse_description(raw: dict[str, Any], where: str) -> Description:
+def parse_description(raw: dict[str, Any], where: str = "") -> Description:
     """Validate the description of an arrays file.
 
     Raises:
@@ -228,6 +228,7 @@ def _expected(file: Any, key: str, info: ArrayInfo, where: str) -> Any:
 def _dataset(file: Any, path: str, dtype: np.dtype[Any] | None, limit: int) -> Any:
     """A dataset that lies wholly in this file, is no larger than it, and uses no filter but fletcher32."""
     import h5py
+    import h5py.h5l as h5l
 
     where = os.path.basename(file.filename)
     group = file
@@ -235,8 +236,8 @@ def _dataset(file: Any, path: str, dtype: np.dtype[Any] | None, limit: int) -> A
         if part.encode() not in group.id:
             raise EvidenceError(f"array {path} is missing", where)
         link = group.id.links.get_info(part.encode()).type
-        if link != h5py.h5l.TYPE_HARD:
-            kind = {h5py.h5l.TYPE_SOFT: "soft", h5py.h5l.TYPE_EXTERNAL: "external"}.get(link, "user-defined")
+        if link != h5l.TYPE_HARD:
+            kind = {h5l.TYPE_SOFT: "soft", h5l.TYPE_EXTERNAL: "external"}.get(link, "user-defined")
             raise EvidenceError(f"{path} is reached through a link of kind {kind}", where, "refused")
         group = group[part]
     dataset = group
@@ -252,7 +253,8 @@ def _dataset(file: Any, path: str, dtype: np.dtype[Any] | None, limit: int) -> A
         raise EvidenceError(f"{path} uses a filter other than fletcher32", where, "refused")
     if dataset.shape is None or len(dataset.shape) > MAX_DIMENSIONS or dataset.dtype.kind not in "iuf":
         raise EvidenceError(f"{path} has shape {dataset.shape} and dtype {dataset.dtype}", where, "refused")
-    size = math.prod(int(each) for each in dataset.shape) * dataset.dtype.itemsize
+    chunk = plist.get_chunk() if plist.get_layout() == h5py.h5d.CHUNKED else ()
+    size = max(math.prod(dataset.shape), math.prod(chunk)) * dataset.dtype.itemsize
     if size > limit or size > file.id.get_filesize():  # nothing is compressed, so data cannot exceed the file
         raise EvidenceError(f"{path} announces {size:,} bytes, more than the file holds", where, "refused")
     if dtype is not None and dataset.dtype != dtype:

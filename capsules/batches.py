@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from .arrays import ArrayInfo, Description
 from .dtypes import STORED, Array, Plain, decoded, plain_array
 from .errors import EvidenceError
-from .jsonio import number, plain
+from .jsonio import plain
+from .typed import check, salvage
 
 #: Arrays of a batch: kind of numbers (i: integers, f: floats) and admitted shapes; a letter is one size per batch.
 BATCH_ARRAYS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -28,11 +31,22 @@ BATCH_ARRAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "target_logits": ("f", ("BT3",)),
     "logits": ("f", ("BTV",)),
 }
-#: Attributes of a batch that are fields of ``Batch``.
-BATCH_ATTRIBUTES = (
-    *("sample_ids", "reported_loss", "reported_decimals", "label_layout", "keys", "loss_dtype", "logits_dtype"),
-)
-_WORDS = {"label_layout": ("unshifted", "shifted"), "split": ("train", "validation")}
+
+
+class BatchAttributes(msgspec.Struct, kw_only=True):
+    """What is known of a batch beside its arrays."""
+
+    split: Literal["train", "validation"] | None = None
+    sample_ids: list[str] | None = None
+    reported_loss: float | None = None
+    reported_decimals: Annotated[int, Meta(ge=0, le=400)] | None = None
+    label_layout: Literal["unshifted", "shifted"] | None = None
+    keys: list[str] | None = None
+    loss_dtype: str | None = None
+    logits_dtype: str | None = None
+
+
+_FIELDS = frozenset(BatchAttributes.__struct_fields__)
 _MAX_NAME = 1000
 _MAX_ROLE = 7  # 0 padding, 1 system, 2 user, 3 assistant, 4 tool, 5 image, 6 audio, 7 video
 
@@ -48,17 +62,18 @@ def check_batch(evidence: Mapping[str, Any]) -> tuple[dict[str, Plain], dict[str
     for name, value in evidence.items():
         if value is None:
             continue
-        if name in BATCH_ARRAYS or (name not in BATCH_ATTRIBUTES and getattr(value, "ndim", 0) > 0):
+        if name in BATCH_ARRAYS or (name not in _FIELDS and getattr(value, "ndim", 0) > 0):
             arrays[name] = plain_array(value, f"batch.{name}")
         else:
-            attributes[name] = _attribute(name, value)
+            attributes[name] = _plain_attribute(name, value)
+    attributes, typed = check(attributes, BatchAttributes, "batch")
     sizes: dict[str, tuple[int, str]] = {}
     for name, (numbers, shapes) in BATCH_ARRAYS.items():
         if name in arrays:
             _check_array(name, arrays[name], numbers, shapes, sizes)
-    ids = attributes.get("sample_ids")
-    if ids is not None and "B" in sizes and len(ids) != sizes["B"][0]:
-        raise EvidenceError(f"{len(ids)} ids for {sizes['B'][0]} rows of {sizes['B'][1]}", "batch.sample_ids")
+    rows, source = sizes.get("B", (None, ""))
+    if typed.sample_ids is not None and rows is not None and len(typed.sample_ids) != rows:
+        raise EvidenceError(f"{len(typed.sample_ids)} ids for {rows} rows of {source}", "batch.sample_ids")
     return arrays, attributes
 
 
@@ -83,22 +98,14 @@ def _check_array(
         raise EvidenceError(f"found {array.data.min()} to {array.data.max()}, expected 0 to {_MAX_ROLE}", where)
 
 
-def _attribute(name: str, value: Any) -> Any:
-    where = f"batch.{name}"
-    value = plain(value)
-    if name in _WORDS and value not in _WORDS[name]:
-        raise EvidenceError(f"found {value!r:.60}, expected {' or '.join(_WORDS[name])}", where)
-    if name == "reported_loss":
-        return number(value, where)
-    if name == "reported_decimals" and (type(value) is not int or value < 0):
-        raise EvidenceError(f"found {value!r:.60}, expected a count of decimals", where)
+def _plain_attribute(name: str, value: Any) -> Any:
+    """Ids and dtypes as text, whatever the loader and the job call them."""
+    if name in ("sample_ids", "keys") and not isinstance(value, str):
+        items = plain(value)
+        return [str(each) for each in items] if isinstance(items, list) else items
     if name in ("loss_dtype", "logits_dtype"):
         return str(value).removeprefix("torch.")
-    if name in ("sample_ids", "keys"):
-        if not isinstance(value, list):
-            raise EvidenceError(f"found {value!r:.60}, expected a list of strings", where)
-        return [str(each) for each in value]
-    return value
+    return plain(value)
 
 
 def check_tensor(name: str, array: Any, dtype: str | None, attributes: dict[str, Any]) -> Plain:
@@ -144,26 +151,40 @@ class _Stored:
         return None if bits is None or info is None else decoded(bits, info.dtype, info.shape)
 
 
+class _Named:
+    """An array of a batch by the name of the attribute; None where it is absent or cannot be read."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: Batch, owner: type[Batch]) -> Array | None:
+        return batch.array(self._name)
+
+
 class Batch(_Stored):
     """One micro-batch: its arrays (None where absent), its attributes, and the number the job reported for it.
 
     Attributes:
         attributes: every attribute that is not a field of its own.
+        faults: one sentence for each attribute that was left out because its type is wrong.
     """
 
     def __init__(self, description: Description, rank: int, load: Load) -> None:
         super().__init__(description, rank, load)
-        take = self.attributes.pop
+        known, self.faults = salvage(self.attributes, BatchAttributes)
+        self.attributes = {name: value for name, value in self.attributes.items() if name not in _FIELDS}
         self.micro: int = description.micro or 0
-        self.split: str | None = take("split", None)
-        self.sample_ids: list[str] | None = take("sample_ids", None)
-        reported = take("reported_loss", None)
-        self.reported_loss: float | None = None if reported is None else number(reported, "batch.reported_loss")
-        self.reported_decimals: int | None = take("reported_decimals", None)
-        self.label_layout: str | None = take("label_layout", None)
-        self.keys: list[str] | None = take("keys", None)
-        self.loss_dtype: str | None = take("loss_dtype", None)
-        self.logits_dtype: str | None = take("logits_dtype", None)
+        self.split = known.split
+        self.sample_ids = known.sample_ids
+        self.reported_loss = known.reported_loss
+        self.reported_decimals = known.reported_decimals
+        self.label_layout = known.label_layout
+        self.keys = known.keys
+        self.loss_dtype = known.loss_dtype
+        self.logits_dtype = known.logits_dtype
 
     @property
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -174,18 +195,18 @@ class Batch(_Stored):
         """Any array by name, also one that this format does not know; bfloat16 and float8 widened to float32."""
         return self._values(name)
 
-    input_ids = property(lambda self: self._values("input_ids"), doc="int[B, T]")
-    labels = property(lambda self: self._values("labels"), doc="int[B, T]")
-    attention_mask = property(lambda self: self._values("attention_mask"), doc="int[B, T] or int[B, T, T]")
-    position_ids = property(lambda self: self._values("position_ids"), doc="int[B, T], int[T] or int[K, B, T]")
-    segment_ids = property(lambda self: self._values("segment_ids"), doc="int[B, T], document number in a packed row")
-    cu_seqlens = property(lambda self: self._values("cu_seqlens"), doc="int[N + 1]")
-    loss_mask = property(lambda self: self._values("loss_mask"), doc="int[B, T]")
-    roles = property(lambda self: self._values("roles"), doc="int[B, T], 0 padding … 7 video")
-    token_loss = property(lambda self: self._values("token_loss"), doc="float[B, T], at the predicting position")
-    logsumexp = property(lambda self: self._values("logsumexp"), doc="float[B, T]")
-    target_logits = property(lambda self: self._values("target_logits"), doc="float[B, T, 3], offsets 0, 1, 2")
-    logits = property(lambda self: self._values("logits"), doc="float[B, T, V]")
+    input_ids = _Named("int[B, T]")
+    labels = _Named("int[B, T]")
+    attention_mask = _Named("int[B, T] or int[B, T, T]")
+    position_ids = _Named("int[B, T], int[T] or int[K, B, T]")
+    segment_ids = _Named("int[B, T]: document number in a packed row")
+    cu_seqlens = _Named("int[N + 1]")
+    loss_mask = _Named("int[B, T]")
+    roles = _Named("int[B, T]: 0 padding, 1 system, 2 user, 3 assistant, 4 tool, 5 image, 6 audio, 7 video")
+    token_loss = _Named("float[B, T], at the predicting position")
+    logsumexp = _Named("float[B, T]")
+    target_logits = _Named("float[B, T, 3]: logits for the tokens at offsets 0, 1 and 2")
+    logits = _Named("float[B, T, V]")
 
 
 class Tensor(_Stored):
@@ -273,7 +294,7 @@ def unpack_state(value: Any, load: Callable[[str], Array]) -> Any:
     if kind == "dict" and isinstance(content, dict):
         return {key: unpack_state(each, load) for key, each in content.items()}
     if kind == "int":
-        return int(content)
+        return int(str(content))
     if kind in ("bytes", "array"):
         bits = load(str(content))
         return bits.tobytes() if kind == "bytes" else bits

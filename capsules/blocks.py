@@ -28,14 +28,22 @@ SCALARS, STATS, NORMS, HISTOGRAMS = 1, 2, 3, 4
 ROWS: dict[int, np.dtype[Any]] = {
     SCALARS: np.dtype([("id", "<u4"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]),
     STATS: np.dtype(
-        [("id", "<u4"), ("order", "<i4"), ("micro", "<i4"), ("call", "<i4"), ("step", "<i8"), ("numel", "<i8")]
-        + [(name, "<i8") for name in ("nan", "posinf", "neginf", "zeros", "subnormals")]
-        + [(name, "<f8") for name in ("min", "max", "absmax", "absmean", "mean", "std", "rms")]
+        [
+            ("id", "<u4"),
+            *((name, "<i4") for name in ("order", "micro", "call")),
+            *((name, "<i8") for name in ("step", "numel", "nan", "posinf", "neginf", "zeros", "subnormals")),
+            *((name, "<f8") for name in ("min", "max", "absmax", "absmean", "mean", "std", "rms")),
+        ]
     ),
     NORMS: np.dtype([("id", "<u4"), ("micro", "<i2"), ("call", "<i2"), ("norm", "<f8")]),
     HISTOGRAMS: np.dtype(
-        [("id", "<u4"), ("order", "<i4"), ("micro", "<i4"), ("call", "<i4"), ("step", "<i8"), ("exponent", "<i4")]
-        + [("count", "<i8")]
+        [
+            ("id", "<u4"),
+            *((name, "<i4") for name in ("order", "micro", "call")),
+            ("step", "<i8"),
+            ("exponent", "<i4"),
+            ("count", "<i8"),
+        ]
     ),
 }
 
@@ -87,7 +95,7 @@ def decode_table(data: bytes) -> Table:
     while at + header <= size:
         magic, checksum, kind, width, rows, order, step = unpack(view, at)
         end = at + header + width * rows
-        if magic == MAGIC and width and rows and end - at - header <= MAX_BLOCK_BYTES and end <= size:
+        if magic == MAGIC and _plausible(kind, width, rows) and end <= size:
             if crc32(view[at + _CHECKED_FROM : end]) == checksum:
                 payloads[kind, width].append(view[at + header : end])
                 headers[kind, width].append((rows, order, step))
@@ -96,19 +104,26 @@ def decode_table(data: bytes) -> Table:
             budget -= end - at
         following = data.find(MAGIC, at + 1) if budget > 0 else -1
         following = size if following < 0 else following
-        if gaps and gaps[-1].offset + gaps[-1].size == at:
-            gaps[-1].size += following - at
-        else:
-            gaps.append(Gap(at, following - at, tail=False))
+        _add_gap(gaps, at, following)
         at = following
     if at < size:  # fewer bytes than a header
-        if gaps and gaps[-1].offset + gaps[-1].size == at:
-            gaps[-1].size += size - at
-        else:
-            gaps.append(Gap(at, size - at, tail=False))
+        _add_gap(gaps, at, size)
     if gaps and gaps[-1].offset + gaps[-1].size == size:
         gaps[-1].tail = True
     return _joined(payloads, headers, gaps)
+
+
+def _plausible(kind: int, width: int, rows: int) -> bool:
+    known = ROWS.get(kind)
+    return 0 < width * rows <= MAX_BLOCK_BYTES and (known is None or width >= known.itemsize)
+
+
+def _add_gap(gaps: list[Gap], start: int, end: int) -> None:
+    """Note that ``start`` to ``end`` is no valid block; neighbouring gaps are one."""
+    if gaps and gaps[-1].offset + gaps[-1].size == start:
+        gaps[-1].size += end - start
+    else:
+        gaps.append(Gap(start, end - start, tail=False))
 
 
 def _joined(
@@ -119,8 +134,8 @@ def _joined(
     table = Table(gaps=gaps)
     for (kind, width), pieces in payloads.items():
         known = ROWS.get(kind)
-        if known is None or width < known.itemsize:
-            continue  # a kind or a row of a later version: not ours to judge
+        if known is None:
+            continue  # a kind of a later version: not ours to judge
         raw = np.frombuffer(b"".join(pieces), np.uint8).reshape(-1, width)
         rows = np.ascontiguousarray(raw[:, : known.itemsize]).view(known).reshape(-1)
         places = np.array(headers[kind, width], np.int64)

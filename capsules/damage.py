@@ -17,26 +17,25 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamageLog:
-    """Collects damage while evidence is read; each file reports once, and at most a few entries."""
+    """Collects damage while evidence is read; one place is reported once, a file has a few entries and a count."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, list[Damage]] = {}
+        self._entries: dict[str, dict[Damage, None]] = {}
+        self._further: dict[str, int] = {}
 
-    def report(self, source: str, entries: list[Damage]) -> None:
-        """Set what one source (a file, or a step of reading one) has to say; reading it again changes nothing."""
-        if len(entries) > MAX_DAMAGE_ROWS:
-            more = len(entries) - MAX_DAMAGE_ROWS + 1
-            rest = Damage(what=f"{more} further damaged places", where=entries[0].where, lost="", kept="")
-            entries = [*entries[: MAX_DAMAGE_ROWS - 1], rest]
-        if entries:
-            self._entries[source] = entries
-
-    def add(self, source: str, entry: Damage) -> None:
-        """Add one entry to a source that reports piece by piece."""
-        known = self._entries.get(source, [])
-        if entry not in known:
-            self.report(source, [*known, entry])
+    def add(self, file: str, entry: Damage) -> None:
+        """Add what is wrong with one file of the capsule; the same entry again changes nothing."""
+        known = self._entries.setdefault(file, {})
+        if len(known) < MAX_DAMAGE_ROWS:
+            known[entry] = None
+        elif entry not in known:
+            self._further[file] = self._further.get(file, 0) + 1
 
     def all(self) -> tuple[Damage, ...]:
-        """Every entry, by source."""
-        return tuple(entry for source in sorted(self._entries) for entry in self._entries[source])
+        """Every entry, by file and in the order found."""
+        found: list[Damage] = []
+        for file, entries in sorted(self._entries.items()):
+            found += entries
+            if more := self._further.get(file):
+                found.append(Damage(what=f"{more:,} further damaged places", where=file))
+        return tuple(found)

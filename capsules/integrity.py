@@ -10,53 +10,49 @@ from typing import TYPE_CHECKING
 
 from .damage import Damage, DamageLog
 from .errors import EvidenceError
+from .layout import FILES, INCIDENT, MANIFEST
 from .manifest import AttachedFile
 from .rank_reader import RankReader
-from .status import rank_status
 from .storage import open_inside, walk
 
 if TYPE_CHECKING:
     from .reader import Capsule
 
-#: Written by the console and the incident commands: no evidence.
-NOT_EVIDENCE = ("incident.json",)
 
-
-def survey(capsule: Capsule, ranks: Mapping[int, RankReader], log: DamageLog, now: float) -> None:
+def survey(capsule: Capsule, ranks: Mapping[int, RankReader], log: DamageLog) -> None:
     """Read everything once, so that each file reports its damage."""
     for rank, reader in ranks.items():
-        _ = reader.names, reader.scalars, reader.stats, reader.arrays
+        _ = reader.scalars, reader.stats, reader.arrays
         for stream in reader.streams:
             reader.records(stream)
-        state = reader.state
-        status = rank_status(state, now) if state else "stale"
-        if status in ("crashed", "stale") and capsule.status != "recording":
-            how = "died without sealing" if status == "crashed" else "has not been heard of"
-            if state and state.status == "crashed":
-                continue  # it said so itself: an exception, with its trigger
-            where = f"{reader.directory}/rank.json"
-            log.report(f"{where} status", [Damage(what=f"writer of rank {rank} {how}", where=where)])
+        if reader.state and reader.state.status == "recording" and not reader.live:
+            how = "died without sealing" if reader.status == "crashed" else "has not been heard of for long"
+            file = f"{reader.directory}/rank.json"
+            log.add(file, Damage(what=f"writer of rank {rank} {how}", where=file, lost="what came after"))
+    _ = capsule.batches()
+    if not ranks and capsule.status in ("crashed", "stale"):
+        log.add(MANIFEST, Damage(what="writer died before it wrote any evidence", where=MANIFEST))
     for file in capsule.files():
-        _check_attached(capsule.path, file, log)
+        where = file.path or "(no path)"
+        if fault := _attached_fault(capsule.path, file):
+            log.add(where, Damage(what=fault, where=where, lost="the original"))
 
 
-def _check_attached(root: Path, file: AttachedFile, log: DamageLog) -> None:
-    where = file.path or "(no path)"
+def _attached_fault(root: Path, file: AttachedFile) -> str | None:
+    """What is wrong with an attached file, or None."""
     try:
-        if not where.startswith("files/"):
-            raise EvidenceError("attached file lies outside files/; refused")
-        size, sha256 = file_digest(root, where)
+        if not (file.path or "").startswith(f"{FILES}/"):
+            return f"attached file lies outside {FILES}/; refused"
+        size, sha256 = file_digest(root, file.path or "")
     except FileNotFoundError:
-        log.report(where, [Damage(what="attached file is missing", where=where, lost="the file")])
-        return
+        return "attached file is missing"
     except EvidenceError as error:
-        log.report(where, [Damage(what=error.what, where=where, lost="the file")])
-        return
+        return error.what
     if file.bytes is not None and size != file.bytes:
-        what = f"attached file has {size:,} bytes instead of {file.bytes:,}"
-        log.report(where, [Damage(what=what, where=where, kept="what is left of it")])
-    elif file.sha256 is not None and sha256 != file.sha256:
-        log.report(where, [Damage(what="attached file differs from its SHA-256", where=where)])
+        return f"attached file has {size:,} bytes instead of {file.bytes:,}"
+    if file.sha256 is not None and sha256 != file.sha256:
+        return "attached file differs from its SHA-256"
+    return None
 
 
 def file_digest(root: Path, relative: str) -> tuple[int, str]:
@@ -78,7 +74,9 @@ def digest(root: Path) -> str:
     lines: list[bytes] = []
     try:
         for relative, _ in walk(root):
-            if relative not in NOT_EVIDENCE:
+            if "\n" in relative or "\t" in relative:
+                raise EvidenceError(f"file name {relative!r:.80} cannot be listed", str(root), "rename or remove it")
+            if relative != INCIDENT:
                 lines.append(os.fsencode(relative) + b"\t" + file_digest(root, relative)[1].encode() + b"\n")
     except OSError as error:
         raise EvidenceError(f"cannot be read ({error.strerror or error})", str(root)) from None

@@ -6,8 +6,11 @@ would write null) and read in either form; numpy scalars, arrays and tensors bec
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import math
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -42,8 +45,8 @@ def encode(value: Any) -> bytes:
     """
     try:
         data = _encoder.encode(value)
-        if b"null" not in data:  # msgspec writes NaN as null: where there is none, there was no NaN
-            return data
+        if b"null" not in data and data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
+            return data  # msgspec writes NaN as null: where there is none, there was no NaN
         return _encoder.encode(_written(value, MAX_JSON_DEPTH))
     except (TypeError, ValueError, OverflowError, RecursionError):  # lone surrogates, odd keys, depth
         return json.dumps(_written(value, MAX_JSON_DEPTH), separators=(",", ":")).encode("ascii")
@@ -123,7 +126,12 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, msgspec.Struct):
-        return _plain(msgspec.structs.asdict(value), depth - 1)
+        fields = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        return {encoded: _plain(getattr(value, name), depth - 1) for encoded, name in fields}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name), depth - 1) for each in dataclasses.fields(value)}
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return _plain(vars(value), depth)
     return _plain(builtin(value), depth - 1)
 
 

@@ -15,10 +15,9 @@ MAX_MANIFEST_BYTES = 16 * MIB
 MAX_LINE_BYTES = 16 * MIB
 #: One JSON-lines file; of a longer one the newest part is read.
 MAX_LINES_BYTES = 1 * GIB
-#: One packed table; of a longer one the newest part is read.
-MAX_TABLE_BYTES = 2 * GIB
-#: Rows of statistics held at once; of more, the newest are kept.
-MAX_STAT_ROWS = 10_000_000
+#: ``scalars.bin`` and ``stats.bin`` of one rank; of a longer one the newest part is read.
+MAX_SCALARS_BYTES = 1 * GIB
+MAX_STATS_BYTES = 256 * MIB
 #: Payload of one block of a packed table.
 MAX_BLOCK_BYTES = 1 * MIB
 #: One arrays file, and so one array.
@@ -28,7 +27,7 @@ MAX_DATASETS = 4096
 MAX_DIMENSIONS = 32
 #: Ranks of one capsule.
 MAX_RANKS = 65_536
-#: Damage entries listed one by one for a single file; further ones are summed up in one entry.
+#: Damage entries listed one by one for a single file; further ones are counted.
 MAX_DAMAGE_ROWS = 20
 
 MAX_INT64 = 2**63 - 1

@@ -5,6 +5,7 @@ A token of a language model is no secret: ``max_tokens``, ``tokens_seen``, ``pad
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,16 +15,22 @@ MASK = "***masked***"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 #: Words that make a name secret wherever they stand in it.
 _SECRET = frozenset(
-    ["secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey", "apikeys", "authorization", "bearer", "cookie", "cookies", "privatekey", "accesskey", "secretkey", "webhook"]
+    {
+        *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials"),
+        *("apikey", "apikeys", "privatekey", "accesskey", "secretkey", "authorization", "bearer", "cookie", "cookies"),
+        "webhook",
+    }
 )
-_SECRET_PAIRS = frozenset(
-    {*((kind, "key") for kind in ("api", "access", "private", "secret", "signing", "encryption", "account", "auth"))}
-    | {*((kind, "keys") for kind in ("api", "access", "private", "secret"))}
-    | {("connection", "string"), ("pass", "phrase"), ("pass", "word")}
-)
-#: What stands before "token" where it opens a door; alone, the word is secret too.
+#: What makes the word "key" or "keys" after it secret; "vocab_key" and "key_dim" are not.
+_KEY_OWNERS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "account", "auth"))
+#: What makes the word "token" or "tokens" after it secret; alone, "token" is secret too.
 _TOKEN_OWNERS = frozenset(
-    ["api", "auth", "access", "bearer", "refresh", "session", "secret", "id", "hf", "hub", "huggingface", "wandb", "github", "gh", "gitlab", "git", "slack", "aws", "azure", "gcp", "google", "openai", "anthropic", "comet", "neptune", "mlflow", "bot", "user", "client", "csrf", "oauth", "personal", "security", "service", "sas", "write", "read", "login", "jwt", "pat"]
+    {
+        *("api", "auth", "access", "bearer", "refresh", "session", "secret", "id", "bot", "user", "client", "csrf"),
+        *("jwt", "oauth", "personal", "security", "service", "sas", "write", "read", "login", "pat", "hf", "hub"),
+        *("huggingface", "wandb", "github", "gh", "gitlab", "git", "slack", "aws", "azure", "gcp", "google", "openai"),
+        *("anthropic", "comet", "neptune", "mlflow"),
+    }
 )
 
 _VALUES = re.compile(
@@ -56,13 +63,15 @@ _ASSIGNMENT = re.compile(
 def is_secret_name(name: str) -> bool:
     """Whether a field of this name holds a secret: ``hf_token`` and ``apiKey`` do, ``max_tokens`` does not."""
     words = [each.lower() for each in _WORDS.findall(name)]
-    if any(each in _SECRET for each in words) or any(pair in _SECRET_PAIRS for pair in zip(words, words[1:])):
-        return True
-    if words and words[-1] == "auth":
-        return True
-    if not words or words[-1] not in ("token", "tokens"):
+    if not words:
         return False
-    return words == ["token"] or (len(words) > 1 and words[-2] in _TOKEN_OWNERS)
+    if words in (["token"], ["connection", "string"]) or words[-1] == "auth" or not _SECRET.isdisjoint(words):
+        return True
+    return any(
+        (second in ("key", "keys") and first in _KEY_OWNERS)
+        or (second in ("token", "tokens") and first in _TOKEN_OWNERS)
+        for first, second in itertools.pairwise(words)
+    )
 
 
 def mask(value: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from .arrays import ArraysFile, Description, parse_description
@@ -15,17 +17,18 @@ from .damage import Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object
-from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_TABLE_BYTES
+from .layout import rank_directory
+from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_SCALARS_BYTES, MAX_STATS_BYTES
 from .lines import Lines, decode_lines
 from .manifest import RankState
-from .rank_writer import rank_directory
+from .status import DerivedStatus, rank_status
 from .storage import read_inside, read_tail
 from .streams import stream_type
 from .tables import COMPACT, Name, numel
 from .typed import salvage
 
-#: Key of a histogram: id, step, rank, order, micro, call.
-HistogramKey = tuple[int, int, int, int, int, int]
+#: Histogram of one row of statistics, by the columns ``tables.HISTOGRAM_KEY``.
+Histograms = dict[tuple[int, ...], dict[int, int]]
 
 
 class RankReader:
@@ -35,111 +38,134 @@ class RankReader:
         root: directory of the capsule.
         rank: the rank.
         damage: where damage is reported.
-        live: the rank may be writing right now, so that an unfinished last row is no damage.
+        clock: Unix seconds, for the age of the heartbeat.
     """
 
-    def __init__(self, root: Path, rank: int, damage: DamageLog, live: bool) -> None:
+    def __init__(self, root: Path, rank: int, damage: DamageLog, clock: Callable[[], float]) -> None:
         self._root = root
         self.rank = rank
         self.directory = rank_directory(rank)
         self._damage = damage
-        self._live = live
+        self._clock = clock
+        self._names: dict[int, Name] | None = None
         self._records: dict[str, list[dict[str, Any]]] = {}
+
+    def _report(self, name: str, what: str, lost: str = "", kept: str = "", at: str = "") -> None:
+        file = f"{self.directory}/{name}" if name else self.directory
+        self._damage.add(file, Damage(what=what, where=f"{file} {at}".rstrip(), lost=lost, kept=kept))
+
+    # -- state
+
+    @cached_property
+    def state(self) -> RankState | None:
+        """``rank.json``, or None where there is none or it cannot be read."""
+        relative = f"{self.directory}/rank.json"
+        try:
+            raw = decode_object(read_inside(self._root, relative, MAX_MANIFEST_BYTES))
+        except FileNotFoundError:
+            self._report("rank.json", "is missing", lost="heartbeat and trigger")
+            return None
+        except EvidenceError as error:
+            self._report("rank.json", error.what, lost="heartbeat and trigger")
+            return None
+        state, sentences = salvage(raw, RankState)
+        for sentence in sentences:
+            self._report("rank.json", sentence, lost="the field")
+        return state
+
+    @cached_property
+    def status(self) -> DerivedStatus:
+        """Status of the rank, stale where ``rank.json`` cannot be read."""
+        return rank_status(self.state, self._clock()) if self.state else "stale"
+
+    @property
+    def live(self) -> bool:
+        """The rank may be writing right now, so that an unfinished last row is no damage."""
+        return self.status == "recording"
 
     # -- files
 
-    def _lines(self, name: str) -> Lines:
-        relative = f"{self.directory}/{name}"
-        entries: list[Damage] = []
+    def _tail(self, name: str, limit: int) -> tuple[bytes, int]:
+        """The newest bytes of a file, and how many older ones were left out; nothing where it cannot be read."""
         try:
-            data, skipped = read_tail(self._root, relative, MAX_LINES_BYTES)
+            data, skipped = read_tail(self._root, f"{self.directory}/{name}", limit)
         except FileNotFoundError:
-            return Lines()
+            return b"", 0
         except EvidenceError as error:
-            self._damage.report(relative, [Damage(what=error.what, where=relative, lost="the file")])
-            return Lines()
+            self._report(name, error.what, lost="the file")
+            return b"", 0
         if skipped:
-            data = data[data.find(b"\n") + 1 :]
-            entries.append(
-                Damage(what="file is beyond the size limit", where=relative, lost=f"oldest {skipped:,} bytes")
-            )
-        lines = decode_lines(data)
+            self._report(name, "file is beyond the size that is read", f"oldest {skipped:,} bytes")
+        return data, skipped
+
+    def _lines(self, name: str) -> Lines:
+        data, skipped = self._tail(name, MAX_LINES_BYTES)
+        lines = decode_lines(data[data.find(b"\n") + 1 :] if skipped else data)
         kept = f"{len(lines.records):,} lines"
         for number, why in lines.bad:
-            entries.append(Damage(what=why, where=f"{relative} line {number:,}", lost="the line", kept=kept))
-        if lines.torn_bytes and not self._live:
-            lost = f"{lines.torn_bytes:,} bytes"
-            entries.append(Damage(what="last line is torn", where=relative, lost=lost, kept=kept))
-        self._damage.report(relative, entries)
+            self._report(name, why, "the line", kept, at=f"line {number:,}")
+        if lines.torn_bytes and not self.live:
+            self._report(name, "last line is torn", f"{lines.torn_bytes:,} bytes", kept)
         return lines
 
-    def _table(self, name: str) -> Table:
-        relative = f"{self.directory}/{name}"
-        try:
-            data, skipped = read_tail(self._root, relative, MAX_TABLE_BYTES)
-        except FileNotFoundError:
-            return Table()
-        except EvidenceError as error:
-            self._damage.report(relative, [Damage(what=error.what, where=relative, lost="the file")])
-            return Table()
+    def _table(self, name: str, limit: int) -> Table:
+        data, skipped = self._tail(name, limit)
         table = decode_table(data)
         kept = f"{sum(len(rows) for rows in table.rows.values()):,} rows"
-        entries: list[Damage] = []
-        if skipped:
-            lost = f"oldest {skipped:,} bytes"
-            entries.append(Damage(what="file is beyond the size limit", where=relative, lost=lost, kept=kept))
         for gap in table.gaps:
-            if (gap.tail and self._live) or (skipped and gap.offset == 0):
+            if (gap.tail and self.live) or (skipped and gap.offset == 0):
                 continue
             what = "last block is torn" if gap.tail else "a block is damaged"
-            where = f"{relative} at byte {skipped + gap.offset:,}"
-            entries.append(Damage(what=what, where=where, lost=f"{gap.size:,} bytes", kept=kept))
-        self._damage.report(relative, entries)
+            self._report(name, what, f"{gap.size:,} bytes", kept, at=f"at byte {skipped + gap.offset:,}")
         return table
 
     # -- tables
 
-    @cached_property
+    @property
     def names(self) -> dict[int, Name]:
         """Id → what rows of that id are about; the first line of an id holds."""
-        names: dict[int, Name] = {}
-        for number, record in self._lines("names.jsonl").records:
-            try:
-                name, _ = parse_name(record)
-            except EvidenceError as error:
-                where = f"{self.directory}/names.jsonl line {number:,}"
-                self._damage.add(f"{where} type", Damage(what=error.what, where=where, lost="the rows of that name"))
-                continue
-            names.setdefault(name.id, name)
-        return names
-
-    @cached_property
-    def scalars(self) -> Array:
-        """Rows of ``scalars.bin`` whose id has a name, in file order."""
-        rows = self._table("scalars.bin").rows.get(SCALARS, np.empty(0, ROWS[SCALARS]))
-        return rows[self._named(rows, "scalars")]
+        if self._names is None:
+            self._names = {}
+            for number, record in self._lines("names.jsonl").records:
+                try:
+                    name = msgspec.convert(record, Name)
+                    self._names.setdefault(name.id, name)
+                except msgspec.ValidationError as error:
+                    self._report("names.jsonl", str(error), "the rows of that name", at=f"line {number:,}")
+        return self._names
 
     def _named(self, rows: Array, table: str) -> Array:
         """bool[N]: the id of the row has a name in this table; the others are reported."""
         ids, inverse, counts = np.unique(rows["id"], return_inverse=True, return_counts=True)
-        known = np.array([(name := self.names.get(each)) is not None and name.table == table for each in ids.tolist()])
-        known = known.astype(bool)
-        if not known.all():
-            where = f"{self.directory}/{table}.bin"
-            lost = f"{int(counts[~known].sum()):,} rows of {int((~known).sum()):,} ids"
-            self._damage.report(f"{where} names", [Damage(what="rows have no name", where=where, lost=lost)])
-        return known[inverse]
+
+        def known() -> Array:
+            return np.array([each in self.names and self.names[each].table == table for each in ids.tolist()], np.bool_)
+
+        found = known()
+        if self.live and not found.all():
+            self._names = None  # names that were written since the names were read
+            found = known()
+        if not self.live and not found.all():
+            lost = f"{int(counts[~found].sum()):,} rows of {int((~found).sum()):,} ids"
+            self._report(f"{table}.bin", "rows have no name in names.jsonl", lost)
+        return found[inverse]
 
     @cached_property
-    def stats(self) -> tuple[Array, Array, dict[HistogramKey, dict[int, int]]]:
+    def scalars(self) -> Array:
+        """Rows of ``scalars.bin`` whose id has a name, in file order."""
+        rows = self._table("scalars.bin", MAX_SCALARS_BYTES).rows.get(SCALARS, np.empty(0, ROWS[SCALARS]))
+        return rows[self._named(rows, "scalars")]
+
+    @cached_property
+    def stats(self) -> tuple[Array, Array, Histograms]:
         """Compact rows in file order (``tables.COMPACT``), the full rows they point to, and the histograms."""
-        table = self._table("stats.bin")
+        table = self._table("stats.bin", MAX_STATS_BYTES)
         full = table.rows.get(STATS, np.empty(0, ROWS[STATS]))
         full = full[self._named(full, "stats")]
         return np.concatenate([self._norm_rows(table), self._full_rows(full)]), full, self._histograms(table)
 
     def _full_rows(self, full: Array) -> Array:
-        rows = np.zeros(len(full), COMPACT)
+        rows = np.empty(len(full), COMPACT)
         for name in ("id", "step", "order", "micro", "call", "rms"):
             rows[name] = full[name]
         rows["rank"] = self.rank
@@ -147,13 +173,14 @@ class RankReader:
         return rows
 
     def _norm_rows(self, table: Table) -> Array:
+        """Norm-only rows: step and order come from the header of their block, rms = norm / √numel."""
         norms = table.rows.get(NORMS, np.empty(0, ROWS[NORMS]))
-        rows = np.zeros(len(norms), COMPACT)
+        rows = np.empty(len(norms), COMPACT)
         if not len(norms):
             return rows
         sizes, orders, steps = table.headers[NORMS].T
-        starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        rows["order"] = np.repeat(orders, sizes) + np.arange(len(norms)) - starts
+        position = np.arange(len(norms)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        rows["order"] = np.repeat(orders, sizes) + position
         rows["step"] = np.repeat(steps, sizes)
         rows["rank"], rows["detail"] = self.rank, -1
         for name in ("id", "micro", "call"):
@@ -165,8 +192,8 @@ class RankReader:
         rows["rms"] = norms["norm"] / np.sqrt(np.maximum(elements, 1.0))[inverse]
         return rows
 
-    def _histograms(self, table: Table) -> dict[HistogramKey, dict[int, int]]:
-        found: dict[HistogramKey, dict[int, int]] = {}
+    def _histograms(self, table: Table) -> Histograms:
+        found: Histograms = {}
         for row in table.rows.get(HISTOGRAMS, np.empty(0, ROWS[HISTOGRAMS])).tolist():
             identity, order, micro, call, step, exponent, count = row
             found.setdefault((identity, step, self.rank, order, micro, call), {})[exponent] = count
@@ -179,29 +206,25 @@ class RankReader:
         """Every arrays file that passes its checks, in the order of the index; files not in it come last."""
         indexed: dict[str, Description | None] = {}
         for number, record in self._lines("arrays.jsonl").records:
-            where = f"{self.directory}/arrays.jsonl line {number:,}"
             try:
-                description = parse_description(record, where)
+                description = parse_description(record)
                 name = description.file or ""
                 if "/" in name or not name.endswith(".h5"):
-                    raise EvidenceError(f"file name {name!r:.60} is refused", where)
+                    raise EvidenceError(f"file name {name!r:.60} is refused")
                 indexed[name] = description
             except EvidenceError as error:
-                self._damage.add(f"{where} type", Damage(what=error.what, where=where, lost="the line"))
+                self._report("arrays.jsonl", error.what, "the line", at=f"line {number:,}")
         for name in self._list("arrays", ".h5"):
             indexed.setdefault(name, None)  # the writer died before the index line, or the line is damaged
         return [checked for name, description in indexed.items() if (checked := self._checked(name, description))]
 
     def _checked(self, name: str, description: Description | None) -> tuple[Description, ArraysFile] | None:
-        relative = f"{self.directory}/arrays/{name}"
-        file = ArraysFile(self._root, relative, description)
+        file = ArraysFile(self._root, f"{self.directory}/arrays/{name}", description)
         try:
             return file.check(), file
         except EvidenceError as error:
-            lost = ", ".join(description.arrays) if description else "its arrays"
-            self._damage.add(
-                relative, Damage(what=error.what, where=relative, lost=lost or description_kind(description))
-            )
+            lost = ", ".join(description.arrays) or description.kind if description else "its arrays"
+            self._report(f"arrays/{name}", error.what, lost)
             return None
 
     def load(self, file: ArraysFile, key: str) -> Array | None:
@@ -209,7 +232,7 @@ class RankReader:
         try:
             return file.read(key)
         except EvidenceError as error:
-            self._damage.add(f"{file.relative} {key}", Damage(what=error.what, where=file.relative, lost=key))
+            self._damage.add(file.relative, Damage(what=error.what, where=file.relative, lost=key))
             return None
 
     # -- records
@@ -223,8 +246,7 @@ class RankReader:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            where = f"{self.directory}/{directory}"
-            self._damage.report(where, [Damage(what=error.strerror or str(error), where=where, lost="the directory")])
+            self._report(directory, error.strerror or str(error), "the directory")
             return []
 
     @cached_property
@@ -240,49 +262,11 @@ class RankReader:
 
     def _read_records(self, stream: str) -> list[dict[str, Any]]:
         kind = stream_type(stream)
-        relative = f"{self.directory}/records/{stream}.jsonl"
-        faults: list[Damage] = []
+        name = f"records/{stream}.jsonl"
         records: list[dict[str, Any]] = []
-        for number, record in self._lines(f"records/{stream}.jsonl").records:
-            _, sentences = salvage(record, kind)
-            faults += [Damage(what=each, where=f"{relative} line {number:,}", lost="the field") for each in sentences]
+        for number, record in self._lines(name).records:
+            for sentence in salvage(record, kind)[1]:
+                self._report(name, sentence, "the field", at=f"line {number:,}")
             record.setdefault("rank", self.rank)
             records.append(record)
-        self._damage.report(f"{relative} types", faults)
         return records
-
-    # -- state
-
-    @cached_property
-    def state(self) -> RankState | None:
-        """``rank.json``, or None where there is none or it cannot be read."""
-        relative = f"{self.directory}/rank.json"
-        try:
-            raw = decode_object(read_inside(self._root, relative, MAX_MANIFEST_BYTES), relative)
-        except FileNotFoundError:
-            return None
-        except EvidenceError as error:
-            self._damage.report(relative, [Damage(what=error.what, where=relative, lost="heartbeat and trigger")])
-            return None
-        state, sentences = salvage(raw, RankState)
-        self._damage.report(relative, [Damage(what=each, where=relative, lost="the field") for each in sentences])
-        return state
-
-
-def description_kind(description: Description | None) -> str:
-    """Word for the evidence of a file without arrays."""
-    return description.kind if description else "its arrays"
-
-
-def parse_name(record: dict[str, Any]) -> tuple[Name, dict[str, Any]]:
-    """One line of ``names.jsonl``.
-
-    Raises:
-        EvidenceError: a field is missing or has a wrong type.
-    """
-    import msgspec
-
-    try:
-        return msgspec.convert(record, Name), record
-    except msgspec.ValidationError as error:
-        raise EvidenceError(f"no usable name: {error}") from None

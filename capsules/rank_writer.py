@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, encode_block, encod
 from .dtypes import Plain
 from .errors import EvidenceError
 from .jsonio import encode, number
+from .layout import rank_directory
 from .lines import encode_line
 from .manifest import RankState, Trigger
 from .process import host, process_start, utc
@@ -35,11 +37,6 @@ _STREAM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _SCALAR = struct.Struct("<Iqdd")
 _NAN = float("nan")
 _CHUNK = 1 << 20
-
-
-def rank_directory(rank: int) -> str:
-    """Path of a rank's directory below the capsule."""
-    return f"ranks/rank{rank:05d}"
 
 
 class RankWriter:
@@ -71,8 +68,6 @@ class RankWriter:
         self._counts: dict[str, int] = {}
         self._arrays = 0
         now = clock()
-        import os
-
         pid = os.getpid()
         self.state = RankState(rank=rank, host=host(), pid=pid, process_start=process_start(pid), started=utc(now))
         self.heartbeat()
@@ -83,7 +78,8 @@ class RankWriter:
         self.state.status = status or self.state.status
         self.state.trigger = trigger or self.state.trigger
         self.state.step = self.state.step if step is None else step
-        replace(self.directory / "rank.json", encode(self.state))
+        known = {name: value for name, value in msgspec.to_builtins(self.state).items() if value is not None}
+        replace(self.directory / "rank.json", encode(known))
 
     def _append(self, name: str, data: bytes) -> None:
         self._appender.append(self.directory / name, data)

@@ -7,18 +7,20 @@ import re
 import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from .batches import Batch, Tensor, unpack_state
-from .blocks import ROWS, STATS
+from .blocks import ROWS, SCALARS, STATS
 from .damage import Damage, DamageLog
+from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object
-from .limits import MAX_MANIFEST_BYTES, MAX_RANKS, MAX_STAT_ROWS
+from .layout import MANIFEST, RANKS, rank_directory, rank_of
+from .limits import MAX_MANIFEST_BYTES, MAX_RANKS
 from .manifest import FORMAT, AttachedFile, Manifest, Trigger
 from .rank_reader import RankReader
 from .status import DerivedStatus, capsule_status
@@ -29,8 +31,6 @@ from .typed import salvage
 if TYPE_CHECKING:
     from .inventory import Inventory
     from .replayable import ReplayItem
-
-_RANK = re.compile(r"rank(\d{5,9})")
 
 
 class Capsule:
@@ -56,20 +56,20 @@ class Capsule:
         root = Path(path)
         where = str(root)
         try:
-            raw = decode_object(read_inside(root, "capsule.json", MAX_MANIFEST_BYTES), f"{where}/capsule.json")
+            raw = decode_object(read_inside(root, MANIFEST, MAX_MANIFEST_BYTES), f"{where}/{MANIFEST}")
         except FileNotFoundError:
-            what = "is no capsule: it has no capsule.json" if root.is_dir() else "there is no such directory"
+            what = f"is no capsule: it has no {MANIFEST}" if root.is_dir() else "there is no such directory"
             raise EvidenceError(what, where) from None
         except OSError as error:
             raise EvidenceError(error.strerror or str(error), where) from None
         except EvidenceError as error:
-            raise EvidenceError(error.what, f"{where}/capsule.json", error.hint) from None
-        _check_format(raw.get("format"), f"{where}/capsule.json")
+            raise EvidenceError(error.what, f"{where}/{MANIFEST}", error.hint) from None
+        _check_format(raw.get("format"), f"{where}/{MANIFEST}")
         manifest, sentences = salvage(raw, Manifest)
-        manifest.__dict__["raw_mapping"] = raw
+        vars(manifest)["raw_mapping"] = raw
         damage = DamageLog()
-        faults = [Damage(what=each, where="capsule.json", lost="the field") for each in sentences]
-        damage.report("capsule.json", faults)
+        for sentence in sentences:
+            damage.add(MANIFEST, Damage(what=sentence, where=MANIFEST, lost="the field"))
         return cls(root, manifest, damage, clock)
 
     @property
@@ -104,32 +104,36 @@ class Capsule:
 
     @cached_property
     def _ranks(self) -> dict[int, RankReader]:
-        directory = self.path / "ranks"
+        directory = self.path / RANKS
         try:
             if directory.is_symlink():
                 raise OSError("is a symbolic link; refused")
             with os.scandir(directory) as entries:
-                names = [(each.name, each.is_symlink()) for each in entries]
+                listed = [(rank, each.is_symlink()) for each in entries if (rank := rank_of(each.name)) is not None]
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
-            self._damage.report("ranks", [Damage(what=error.strerror or str(error), where="ranks", lost="all ranks")])
+            self._damage.add(RANKS, Damage(what=error.strerror or str(error), where=RANKS, lost="all ranks"))
             return {}
         found: dict[int, RankReader] = {}
-        live = self.manifest.status == "recording"
-        for name, is_link in sorted(names)[:MAX_RANKS]:
+        for rank, is_link in sorted(listed)[:MAX_RANKS]:
             if is_link:
-                entry = Damage(what="is a symbolic link; refused", where=f"ranks/{name}", lost="the rank")
-                self._damage.report(f"ranks/{name}", [entry])
-            elif match := _RANK.fullmatch(name):
-                rank = int(match[1])
-                found[rank] = RankReader(self.path, rank, self._damage, live=live)
-        return dict(sorted(found.items()))
+                where = rank_directory(rank)
+                self._damage.add(where, Damage(what="is a symbolic link; refused", where=where, lost="the rank"))
+            else:
+                found[rank] = RankReader(self.path, rank, self._damage, self._clock)
+        return found
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a directory."""
         return tuple(self._ranks)
+
+    @property
+    def last_step(self) -> int | None:
+        """The furthest step any rank's heartbeat speaks of; cheap, for lists."""
+        steps = [each.state.step for each in self._ranks.values() if each.state is not None]
+        return max((each for each in steps if each is not None), default=None)
 
     def _of(self, rank: int | None) -> list[RankReader]:
         return list(self._ranks.values()) if rank is None else [self._ranks[rank]] if rank in self._ranks else []
@@ -175,10 +179,31 @@ class Capsule:
             if key.name == name and rank in (None, key.rank) and (side is None or key.side == side)
         ]
         if not matching:
-            return series(SeriesKey(name, rank or 0, side, ""), np.empty(0, _SCALAR_ROW))
+            return series(SeriesKey(name, rank or 0, side, ""), np.empty(0, ROWS[SCALARS]))
         return self._series[min(matching, key=lambda key: (key.rank, key.side or ""))]
 
     # -- statistics
+
+    @cached_property
+    def _all_stats(self) -> Stats:
+        rows: list[Array] = [np.empty(0, COMPACT)]
+        details: list[Array] = [np.empty(0, ROWS[STATS])]
+        names: dict[int, Name] = {}
+        histograms: dict[tuple[int, ...], dict[int, int]] = {}
+        for reader in self._ranks.values():
+            compact, full, found = reader.stats
+            # Ids are a rank's own: give them numbers that are unique in the capsule.
+            renamed = {old: len(names) + at for at, old in enumerate(reader.names)}
+            names |= {renamed[old]: each for old, each in reader.names.items()}
+            histograms |= {(renamed[key[0]], *key[1:]): bins for key, bins in found.items() if key[0] in renamed}
+            used, inverse = np.unique(compact["id"], return_inverse=True)
+            compact["id"] = np.array([renamed[each] for each in used.tolist()], np.int64)[inverse]
+            compact["detail"] += np.where(compact["detail"] >= 0, sum(map(len, details)), 0)
+            rows.append(compact)
+            details.append(full)
+        merged = np.concatenate(rows)
+        merged = merged[np.lexsort((merged["order"], merged["rank"], merged["step"]))]
+        return Stats(merged, np.concatenate(details), names, histograms)
 
     def stats(
         self,
@@ -187,50 +212,27 @@ class Capsule:
         name: str | None = None,
         step: int | range | None = None,
     ) -> Stats:
-        """Statistics of tensors, sorted by (step, rank, order); all ranks where ``rank`` is None.
+        """Statistics of tensors, sorted by (step, rank, order); of all ranks where ``rank`` is None.
 
         Args:
             rank: only this rank.
             role: only rows of this role.
             name: only rows of this name, or of names that match this ``fnmatch`` pattern.
-            step: only this step, or steps in this range.
+            step: only this step, or the steps of this range.
         """
-        pieces: list[np.ndarray[Any, Any]] = [np.empty(0, COMPACT)]
-        details: list[np.ndarray[Any, Any]] = [np.empty(0, ROWS[STATS])]
-        names: dict[int, Name] = {}
-        histograms: dict[Any, Any] = {}
-        for reader in self._of(rank):
-            rows, full, found = reader.stats
-            rows = rows[_wanted(rows, reader.names, role, name, step)]
-            shift = len(names)
-            identities = {old: shift + at for at, old in enumerate(reader.names)}
-            names |= {identities[old]: each for old, each in reader.names.items()}
-            if len(rows):
-                used = np.unique(rows["id"])
-                new = np.array([identities[each] for each in used.tolist()], np.int64)
-                rows["detail"] += np.where(rows["detail"] >= 0, sum(len(each) for each in details), 0)
-                rows["id"] = new[np.searchsorted(used, rows["id"])]
-            pieces.append(rows)
-            details.append(full)
-            histograms |= {(identities[key[0]], *key[1:]): each for key, each in found.items() if key[0] in identities}
-        rows = np.concatenate(pieces)
-        rows = rows[np.lexsort((rows["order"], rows["rank"], rows["step"]))]
-        if len(rows) > MAX_STAT_ROWS:
-            lost = f"oldest {len(rows) - MAX_STAT_ROWS:,} rows"
-            self._damage.report("stats", [Damage(what="more rows than are held at once", where="stats", lost=lost)])
-            rows = rows[-MAX_STAT_ROWS:]
-        return Stats(rows, np.concatenate(details), names, histograms)
+        return self._all_stats.where(rank, role, name, step)
 
     # -- arrays
 
     @cached_property
     def _batches(self) -> list[Batch]:
-        found = [
-            Batch(description, reader.rank, lambda key, reader=reader, file=file: reader.load(file, key))
-            for reader in self._ranks.values()
-            for description, file in reader.arrays
-            if description.kind == "batch"
-        ]
+        found: list[Batch] = []
+        for reader in self._ranks.values():
+            for description, file in reader.arrays:
+                if description.kind == "batch":
+                    found.append(Batch(description, reader.rank, partial(reader.load, file)))
+                    for fault in found[-1].faults:
+                        self._damage.add(file.relative, Damage(what=fault, where=file.relative, lost="the field"))
         return sorted(found, key=lambda each: (each.step, each.rank, each.micro))
 
     def batches(self, rank: int | None = None, step: int | None = None) -> list[Batch]:
@@ -240,7 +242,7 @@ class Capsule:
     @cached_property
     def _tensors(self) -> list[Tensor]:
         return [
-            Tensor(description, reader.rank, lambda key, reader=reader, file=file: reader.load(file, key))
+            Tensor(description, reader.rank, partial(reader.load, file))
             for reader in self._ranks.values()
             for description, file in reader.arrays
             if description.kind == "tensor" and "data" in description.arrays
@@ -312,7 +314,7 @@ class Capsule:
         """Everything that is not as it was written, after reading all of the capsule."""
         from .integrity import survey
 
-        survey(self, self._ranks, self._damage, self._clock())
+        survey(self, self._ranks, self._damage)
         return self._damage.all()
 
     def digest(self) -> str:
@@ -322,10 +324,7 @@ class Capsule:
         return digest(self.path)
 
 
-_SCALAR_ROW = ROWS[1]
-
-
-def series(key: SeriesKey, rows: np.ndarray[Any, Any]) -> Series:
+def series(key: SeriesKey, rows: Array) -> Series:
     """Columns from packed rows."""
     time_ = rows["time"]
     return Series(
@@ -337,29 +336,6 @@ def series(key: SeriesKey, rows: np.ndarray[Any, Any]) -> Series:
         unit=key.unit,
         side=key.side,
     )
-
-
-def _wanted(
-    rows: np.ndarray[Any, Any],
-    names: dict[int, Name],
-    role: str | None,
-    name: str | None,
-    step: int | range | None,
-) -> np.ndarray[Any, Any]:
-    """bool[N]: rows that pass the filters of ``Capsule.stats``."""
-    keep = np.ones(len(rows), np.bool_)
-    if isinstance(step, range):
-        keep &= np.isin(rows["step"], np.arange(step.start, step.stop, step.step))
-    elif step is not None:
-        keep &= rows["step"] == step
-    if role is not None or name is not None:
-        ids = [
-            identity
-            for identity, each in names.items()
-            if role in (None, each.role) and (name is None or each.name == name or fnmatchcase(each.name, name))
-        ]
-        keep &= np.isin(rows["id"], ids)
-    return keep
 
 
 def _check_format(value: Any, where: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,8 @@ UNITS: dict[str, str] = {
 }
 
 COUNTS = ("numel", "nan", "posinf", "neginf", "zeros", "subnormals")
+#: What tells the histogram of one row from another's.
+HISTOGRAM_KEY: tuple[str, ...] = ("id", "step", "rank", "order", "micro", "call")
 MEASURES = ("min", "max", "absmax", "absmean", "mean", "std", "rms")
 
 
@@ -130,9 +133,26 @@ class Series:
 
 #: One row of ``Stats``: what norm-only and full rows share; ``detail`` indexes the full rows, -1 where there is none.
 COMPACT = np.dtype(
-    [("id", "<i8"), ("step", "<i8"), ("rank", "<i4"), ("order", "<i4"), ("micro", "<i4"), ("call", "<i4")]
-    + [("rms", "<f8"), ("detail", "<i8")]
+    [
+        *((name, "<i8") for name in ("id", "step", "detail")),
+        *((name, "<i4") for name in ("rank", "order", "micro", "call")),
+        ("rms", "<f8"),
+    ]
 )
+
+
+class _Detail:
+    """A column that only full rows have."""
+
+    def __init__(self, missing: float, doc: str) -> None:
+        self._missing = missing
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, stats: Stats, owner: type[Stats]) -> Array:
+        return stats.detail(self._name, self._missing)
 
 
 class Stats:
@@ -154,6 +174,27 @@ class Stats:
     def select(self, mask: Any) -> Stats:
         """The rows where ``mask`` (bool[N], or indices) holds."""
         return Stats(self._rows[mask], self._details, self._names, self._histograms)
+
+    def where(self, rank: int | None, role: str | None, name: str | None, step: int | range | None) -> Stats:
+        """The rows that pass every filter that is given; see ``Capsule.stats``."""
+        if rank is None and role is None and name is None and step is None:
+            return self
+        keep = np.ones(len(self), np.bool_)
+        if rank is not None:
+            keep &= self._rows["rank"] == rank
+        if isinstance(step, range):
+            at = self._rows["step"] - step.start
+            keep &= (at % step.step == 0) & (at // step.step >= 0) & (at // step.step < len(step))
+        elif step is not None:
+            keep &= self._rows["step"] == step
+        if role is not None or name is not None:
+            ids = [
+                identity
+                for identity, each in self._names.items()
+                if role in (None, each.role) and (name is None or each.name == name or fnmatchcase(each.name, name))
+            ]
+            keep &= np.isin(self._rows["id"], ids)
+        return self.select(keep)
 
     @property
     def step(self) -> Array:
@@ -192,41 +233,41 @@ class Stats:
 
     @cached_property
     def numel(self) -> Array:
-        """int64[N]: elements of the tensor."""
-        known = self._named_numel
-        return np.where(self.full & (self._detail("numel", -1) >= 0), self._detail("numel", -1), known)
+        """int64[N]: elements of the tensor, from its shape where they were not counted."""
+        counted = self.detail("numel", -1)
+        return np.where(counted >= 0, counted, self._of_names(lambda name: numel(name.shape), np.int64))
 
-    nan = property(lambda self: self._detail("nan", -1), doc="int64[N]: NaN elements.")
-    posinf = property(lambda self: self._detail("posinf", -1), doc="int64[N]: elements that are +Inf.")
-    neginf = property(lambda self: self._detail("neginf", -1), doc="int64[N]: elements that are -Inf.")
-    zeros = property(lambda self: self._detail("zeros", -1), doc="int64[N]: elements that are zero.")
-    subnormals = property(lambda self: self._detail("subnormals", -1), doc="int64[N]: subnormal elements.")
-    min = property(lambda self: self._detail("min", np.nan), doc="float64[N], of the finite elements.")
-    max = property(lambda self: self._detail("max", np.nan), doc="float64[N], of the finite elements.")
-    absmax = property(lambda self: self._detail("absmax", np.nan), doc="float64[N], of the finite elements.")
-    absmean = property(lambda self: self._detail("absmean", np.nan), doc="float64[N], of the finite elements.")
-    mean = property(lambda self: self._detail("mean", np.nan), doc="float64[N], of the finite elements.")
-    std = property(lambda self: self._detail("std", np.nan), doc="float64[N], of the finite elements.")
+    nan = _Detail(-1, "int64[N]: NaN elements.")
+    posinf = _Detail(-1, "int64[N]: elements that are +Inf.")
+    neginf = _Detail(-1, "int64[N]: elements that are -Inf.")
+    zeros = _Detail(-1, "int64[N]: elements that are zero.")
+    subnormals = _Detail(-1, "int64[N]: subnormal elements.")
+    min = _Detail(np.nan, "float64[N], of the finite elements.")
+    max = _Detail(np.nan, "float64[N], of the finite elements.")
+    absmax = _Detail(np.nan, "float64[N], of the finite elements.")
+    absmean = _Detail(np.nan, "float64[N], of the finite elements.")
+    mean = _Detail(np.nan, "float64[N], of the finite elements.")
+    std = _Detail(np.nan, "float64[N], of the finite elements.")
 
     @cached_property
     def name(self) -> Array:
         """object[N] of str: module or parameter path."""
-        return self._named(lambda each: each.name)
+        return self._of_names(lambda name: name.name)
 
     @cached_property
     def role(self) -> Array:
-        """object[N] of str: activation, gradient, parameter …"""
-        return self._named(lambda each: each.role)
+        """object[N] of str: activation, gradient, parameter and so on."""
+        return self._of_names(lambda name: name.role)
 
     @cached_property
     def dtype(self) -> Array:
         """object[N] of str: the tensor's own dtype."""
-        return self._named(lambda each: each.dtype)
+        return self._of_names(lambda name: name.dtype)
 
     @cached_property
     def device(self) -> Array:
         """object[N] of str, empty where not known."""
-        return self._named(lambda each: each.device)
+        return self._of_names(lambda name: name.device)
 
     @cached_property
     def shape(self) -> list[tuple[int, ...]]:
@@ -241,32 +282,27 @@ class Stats:
     @cached_property
     def log2_histogram(self) -> list[dict[int, int] | None]:
         """N mappings from the exponent e to the count of elements with 2^e <= |x| < 2^(e+1), or None."""
-        keys = self._rows[["id", "step", "rank", "order", "micro", "call"]].tolist()
-        return [self._histograms.get(each) for each in keys]
+        return [self._histograms.get(each) for each in self._rows[list(HISTOGRAM_KEY)].tolist()]
 
     @cached_property
     def nonfinite(self) -> Array:
         """bool[N]: the tensor held NaN or Inf, by its counts or, where there are none, by its norm."""
-        counts = np.stack([self._detail(each, -1) for each in ("nan", "posinf", "neginf")])
-        unknown = (counts < 0).any(axis=0)
-        return (counts > 0).any(axis=0) | (unknown & ~np.isfinite(self.rms) & (~self.full | (counts < 0).all(axis=0)))
+        counts = np.stack([self.nan, self.posinf, self.neginf])
+        by_norm = np.where(self.full, np.isinf(self.rms), ~np.isfinite(self.rms))  # NaN in a full row: not measured
+        return (counts > 0).any(axis=0) | ((counts < 0).all(axis=0) & by_norm)
 
-    def _detail(self, column: str, missing: float) -> Array:
+    def detail(self, column: str, missing: float) -> Array:
+        """One column of the full rows, ``missing`` in rows that hold only the norm."""
         at = self._rows["detail"]
         values = np.full(len(at), missing, self._details.dtype[column])
         values[at >= 0] = self._details[column][at[at >= 0]]
         return values
 
-    def _named(self, attribute: Any) -> Array:
+    def _of_names(self, attribute: Callable[[Name], Any], dtype: Any = object) -> Array:
         ids, inverse = np.unique(self._rows["id"], return_inverse=True)
-        values = np.empty(len(ids), object)
+        values = np.empty(len(ids), dtype)
         values[:] = [attribute(self._names[each]) for each in ids.tolist()]
         return values[inverse]
-
-    @cached_property
-    def _named_numel(self) -> Array:
-        ids, inverse = np.unique(self._rows["id"], return_inverse=True)
-        return np.array([numel(self._names[each].shape) for each in ids.tolist()], np.int64)[inverse]
 
 
 def numel(shape: tuple[int, ...]) -> int:

@@ -175,7 +175,12 @@ def _in_list(inner: Convert) -> Convert:
 
 
 def _in_dict(inner: Convert) -> Convert:
-    return lambda value: {key: inner(each) for key, each in value.items()} if isinstance(value, dict) else value
+    def convert(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: inner(each) for key, each in cast("dict[str, Any]", value).items()}
+
+    return convert
 
 
 def _in_union(inside: list[Convert]) -> Convert:

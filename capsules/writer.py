@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -18,6 +19,7 @@ from .batches import check_batch, check_tensor, pack_state
 from .dtypes import Plain
 from .errors import EvidenceError
 from .jsonio import encode, plain
+from .layout import FILES, MANIFEST
 from .manifest import FORMAT, AttachedFile, Manifest, Phase, Trigger
 from .masking import mask
 from .process import host, process_start, utc
@@ -80,7 +82,9 @@ class CapsuleWriter:
         self._manifest["writer"] = {key: value for key, value in writer.items() if value is not None}
         make_directory(self.path)
         #: Whether this process created the capsule, and so is the one to replace its manifest.
-        self.creator = create_exclusively(self.path / "capsule.json", encode(self._manifest))
+        self.creator = create_exclusively(self.path / MANIFEST, encode(self._manifest))
+        if self.creator:
+            self.path.chmod(0o700)  # the directory may have been there already
         self._of(None)
 
     def __enter__(self) -> Self:
@@ -91,9 +95,10 @@ class CapsuleWriter:
     ) -> None:
         if error is None:
             self.close()
-            return
-        trigger = Trigger(kind="exception", rank=self.rank, message=f"{type(error).__name__}: {error}")
-        self.close(status="crashed", trigger=self._of(None).state.trigger or trigger)
+        elif not self.closed:
+            trigger = Trigger(kind="exception", rank=self.rank, message=f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
+                self.close(status="crashed", trigger=self._of(None).state.trigger or trigger)
 
     def _of(self, rank: int | None) -> RankWriter:
         if self.closed:
@@ -230,7 +235,7 @@ class CapsuleWriter:
         Returns:
             The path inside the capsule.
         """
-        directory = self.path / "files"
+        directory = self.path / FILES
         make_directory(directory)
         temporary = temporary_name(directory)
         try:
@@ -238,14 +243,14 @@ class CapsuleWriter:
             name = _link_free(temporary, directory, Path(path).name.lstrip(".") or "file")
         finally:
             temporary.unlink(missing_ok=True)
-        listed = AttachedFile(path=f"files/{name}", kind=kind, bytes=size, sha256=digest)
+        listed = AttachedFile(path=f"{FILES}/{name}", kind=kind, bytes=size, sha256=digest)
         if self.creator:
             self.update({"files": [*self._manifest.get("files", []), msgspec.to_builtins(listed)]})
         else:
             writer = self._of(rank)
             writer.state.files = [*(writer.state.files or []), listed]
             writer.heartbeat()
-        return f"files/{name}"
+        return f"{FILES}/{name}"
 
     # -- life
 
@@ -253,7 +258,7 @@ class CapsuleWriter:
         """Merge fields into the manifest and replace it; does nothing in a process that did not create the capsule."""
         if self.creator:
             merged = _checked(_merged(self._manifest, _masked(manifest)))
-            replace(self.path / "capsule.json", encode(merged))
+            replace(self.path / MANIFEST, encode(merged))
             self._manifest = merged
 
     def heartbeat(
