@@ -1,0 +1,190 @@
+"""Finds token ids, labels and masks in whatever a loop calls a batch, and what the model's logits say about them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The names of evidence, and what data collators and hand-written loops call the same thing.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "input_ids": ("input_ids", "idx", "tokens", "token_ids", "ids", "inputs", "input", "x", "src"),
+    "labels": ("labels", "targets", "target", "label", "y", "tgt"),
+    "attention_mask": ("attention_mask", "mask", "padding_mask"),
+    "position_ids": ("position_ids", "positions", "input_pos"),
+    "segment_ids": ("segment_ids", "document_ids", "seq_idx"),
+    "cu_seqlens": ("cu_seqlens", "cu_seq_lens_q"),
+    "loss_mask": ("loss_mask",),
+    "roles": ("roles",),
+}
+# A look at all logits at once would need a float32 copy of them; this many elements are taken at a time.
+PIECE = 1 << 25
+
+
+def find(batch: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """The arrays of a batch by their evidence names.
+
+    Args:
+        batch: what the loop gave: a mapping, (inputs, targets), a tensor, or None.
+        inputs: positional arguments of the model's forward, which fill in what the batch did not give.
+        keywords: its keyword arguments.
+        model: the model, whose forward names its positional arguments.
+
+    Returns:
+        Tensors as they are, on their device, [B, T] where they hold one value a token.
+    """
+    seen = _named(dict(keywords) | _positional(inputs, model))
+    if "input_ids" not in seen and inputs and _is_ids(inputs[0]):
+        seen["input_ids"] = inputs[0]
+    if isinstance(batch, Mapping):
+        given = _named(batch)
+    elif isinstance(batch, (tuple, list)):
+        ids = [value for value in batch if _is_ids(value)]
+        given = dict(zip(("input_ids", "labels"), ids, strict=False))
+    elif _is_ids(batch):
+        given = {"input_ids": batch}
+        fed = seen.get("input_ids")
+        # nanoGPT-like loops cut x and y from one row of T + 1 tokens: what the model was fed is the input.
+        if fed is not None and fed.shape != batch.shape:
+            given = {"input_ids": fed}
+            if fed.ndim == 2 and batch.shape == (fed.shape[0], fed.shape[1] + 1):
+                given["labels"] = batch[:, 1:]
+    else:
+        given = {}
+    found = seen | given
+    ids = found.get("input_ids")
+    if ids is None:
+        return {}
+    if ids.ndim == 1:
+        found = {name: value[None] if value.shape == ids.shape else value for name, value in found.items()}
+        ids = ids[None]
+    found["input_ids"] = ids
+    return {name: value for name, value in found.items() if _fits(name, value, ids)}
+
+
+def keys_of(batch: Any) -> list[str] | None:
+    """The names that the collator produced, where it produced names."""
+    return [str(key) for key in batch] if isinstance(batch, Mapping) else None
+
+
+def _positional(inputs: tuple[Any, ...], model: nn.Module) -> dict[str, Any]:
+    try:
+        names = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return {}
+    return dict(zip(names, inputs, strict=False))
+
+
+def _named(values: Mapping[Any, Any]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, aliases in ALIASES.items():
+        for alias in aliases:
+            value = values.get(alias)
+            if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+                found[name] = value
+                break
+    return found
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim in (1, 2) and value.dtype in (torch.int64, torch.int32)
+
+
+def _fits(name: str, value: Tensor, ids: Tensor) -> bool:
+    if name == "cu_seqlens":
+        return value.ndim == 1
+    if name == "attention_mask" and value.ndim == 3:
+        return value.shape == (*ids.shape, ids.shape[1])
+    return value.shape == ids.shape
+
+
+def logits_in(output: Any, depth: int = 0) -> Tensor | None:
+    """The logits in what a model returned: a tensor, an attribute or key ``logits``, or the first that looks so."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and output.ndim in (2, 3) else None
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(named, Tensor):
+        return logits_in(named)
+    if depth < 2 and isinstance(output, (tuple, list)):
+        return next((found for each in output if (found := logits_in(each, depth + 1)) is not None), None)
+    return None
+
+
+def label_layout(ids: Tensor, labels: Tensor, ignore_index: int) -> str | None:
+    """ "unshifted" where labels[t] is the token at t, "shifted" where it is the one after; None where neither or both.
+
+    Reads the values, so on a device it waits for them.
+    """
+    ids, labels = ids.to(labels.device), labels
+    if ids.shape != labels.shape:
+        return None
+    supervised = labels != ignore_index
+    same = bool(((labels == ids) | ~supervised).all())
+    following = supervised[:, :-1]
+    shifted = bool(((labels[:, :-1] == ids[:, 1:]) | ~following).all() & following.any())
+    if not bool(supervised.any()) or same == shifted:
+        return None
+    return "unshifted" if same else "shifted"
+
+
+def targets_of(labels: Tensor, layout: str | None, ignore_index: int) -> Tensor:
+    """[B, T]: the token to predict from each position, ``ignore_index`` where there is none."""
+    if layout == "shifted":
+        return labels
+    end = torch.full_like(labels[:, :1], ignore_index)
+    return torch.cat((labels[:, 1:], end), dim=1)
+
+
+class Readings:
+    """What is kept of the logits of one micro-batch, on their device.
+
+    Attributes:
+        logsumexp: float32 [B, T].
+        target_logits: float32 [B, T, 3]; [b, t, o] is the logit at (b, t) for token ``ids.flat[b·T + t + o]``, NaN
+            past the end and for ids outside the vocabulary.
+        token_loss: float32 [B, T] cross-entropy of each position's target, NaN where there is none; None without
+            labels.
+        counted: bool [B, T], where there is a target; None without labels.
+        dtype: of the logits.
+        vocabulary: V.
+    """
+
+    __slots__ = ("counted", "dtype", "logsumexp", "target_logits", "token_loss", "vocabulary")
+
+    def __init__(self, logits: Tensor, ids: Tensor, targets: Tensor | None, ignore_index: int) -> None:
+        rows, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
+        flat = logits.detach().reshape(rows, vocabulary)
+        self.dtype, self.vocabulary = logits.dtype, vocabulary
+        self.logsumexp = torch.cat([torch.logsumexp(piece.float(), 1) for piece in _pieces(flat)]).view(ids.shape)
+        sequence = ids.reshape(-1).to(logits.device, torch.int64)
+        wanted = torch.stack([_ahead(sequence, offset) for offset in range(3)], dim=1)
+        self.target_logits = _pick(flat, wanted).view(*ids.shape, 3)
+        self.token_loss: Tensor | None = None
+        self.counted: Tensor | None = None
+        if targets is not None:
+            targets = targets.to(logits.device, torch.int64)
+            self.counted = targets != ignore_index
+            wanted = torch.where(self.counted, targets, -1).reshape(-1, 1)
+            self.token_loss = self.logsumexp - _pick(flat, wanted).view(ids.shape)
+
+
+def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
+    return flat.split(max(1, PIECE // flat.shape[1]))
+
+
+def _ahead(sequence: Tensor, offset: int) -> Tensor:
+    """The token ``offset`` places later, -1 past the end."""
+    if not offset:
+        return sequence
+    past = sequence.new_full((min(offset, len(sequence)),), -1)
+    return torch.cat((sequence[offset:], past))
+
+
+def _pick(flat: Tensor, wanted: Tensor) -> Tensor:
+    """flat[i, wanted[i, j]] as float32, NaN for tokens outside the vocabulary (which must not reach a device)."""
+    inside = (wanted >= 0) & (wanted < flat.shape[1])
+    picked = flat.gather(1, torch.where(inside, wanted, 0)).float()
+    return torch.where(inside, picked, torch.nan)

@@ -1,0 +1,194 @@
+"""The parts of the manifest that model, optimizer, tokenizer and configuration show by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import statistics
+
+# Elements of each parameter that enter the model's digest: a changed checkpoint changes them, and reading all
+# weights of a large model at start would take minutes.
+DIGEST_ELEMENTS = 4096
+
+_MODEL_FIELDS: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size", "n_vocab", "padded_vocab_size"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "hidden"),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "intermediate"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads", "n_query_groups", "kv_heads"),
+    "head_dim": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "experts"),
+    "tied_embeddings": ("tie_word_embeddings", "tied_embeddings", "weight_tying"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
+    "max_positions": ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "context_length"),
+    "sliding_window": ("sliding_window",),
+    "use_cache": ("use_cache",),
+}
+
+
+def as_mapping(config: Any) -> dict[str, Any]:
+    """A configuration of any usual kind (mapping, dataclass, namespace, Hugging Face) as a dictionary."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return {str(key): value for key, value in config.items()}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.asdict(config)
+    for method in ("to_dict", "model_dump"):
+        if callable(getattr(config, method, None)):
+            return dict(getattr(config, method)())
+    return {key: value for key, value in getattr(config, "__dict__", {}).items() if not key.startswith("_")}
+
+
+def merged(found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings joined; what the user gave has the last word."""
+    result = dict(found)
+    for key, value in given.items():
+        known = result.get(key)
+        result[key] = merged(known, dict(value)) if isinstance(known, dict) and isinstance(value, Mapping) else value
+    return result
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """JSON-like data; anything else as text, so that a configuration never stops a recording."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if depth < 8 and isinstance(value, Mapping):
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if depth < 8 and isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item, depth + 1) for item in value]
+    if depth < 8 and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value), depth + 1)
+    return str(value)[:1000]
+
+
+def model_facts(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's ``model``: what the model's own configuration says, then the user's, then the modules."""
+    own = as_mapping(getattr(model, "config", None))
+    facts: dict[str, Any] = {}
+    for field, names in _MODEL_FIELDS.items():
+        for source in (own, config):
+            value = next((source[name] for name in names if source.get(name) is not None), None)
+            if isinstance(value, (int, float)) and (isinstance(value, bool) or value >= 0):
+                facts[field] = value
+                break
+    parameters = list(model.parameters())
+    facts["parameters"] = sum(parameter.numel() for parameter in parameters)
+    if parameters:
+        facts["dtype"] = str(parameters[0].dtype).removeprefix("torch.")
+    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if embedding is not None:
+        rows = facts["embedding_rows"] = embedding.num_embeddings
+        heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == rows]
+        if heads:
+            facts.setdefault("vocab_size", rows)
+            facts.setdefault("tied_embeddings", any(head.weight is embedding.weight for head in heads))
+    if facts.get("tied_embeddings") not in (True, False):
+        facts.pop("tied_embeddings", None)
+    rope = _rope(own)
+    return facts | ({"rope": rope} if rope else {})
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    parameters = config.get("rope_parameters") or {}
+    found: dict[str, Any] = {}
+    theta = config.get("rope_theta", parameters.get("rope_theta") if isinstance(parameters, Mapping) else None)
+    if isinstance(theta, (int, float)):
+        found["theta"] = float(theta)
+    scaling = config.get("rope_scaling") or parameters
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    if kind and kind != "default":
+        found["scaling"] = plain({key: value for key, value in scaling.items() if key != "rope_theta"}) | {"type": kind}
+    return found
+
+
+def optimizer_facts(optimizers: list[Any]) -> dict[str, Any]:
+    """The manifest's ``training.optimizer``, from the first group of the first optimizer."""
+    if not optimizers:
+        return {}
+    optimizer = optimizers[0]
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    found: dict[str, Any] = {"name": type(optimizer).__name__}
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group:
+            found[name] = float(group[name])
+    if "betas" in group:
+        found["betas"] = [float(beta) for beta in group["betas"]]
+    if type(optimizer).__name__ in ("AdamW", "Adam", "NAdam", "RAdam"):
+        found["decoupled"] = bool(group.get("decoupled_weight_decay", type(optimizer).__name__ == "AdamW"))
+    return found
+
+
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """The manifest's ``tokenizer`` from the attributes that tokenizers share."""
+    found: dict[str, Any] = {}
+    for field, names in {
+        "vocab_size": ("vocab_size", "n_vocab"),
+        "bos_id": ("bos_token_id", "bos_id"),
+        "eos_id": ("eos_token_id", "eos_id", "eot_token"),
+        "pad_id": ("pad_token_id", "pad_id"),
+    }.items():
+        value = next((getattr(tokenizer, name) for name in names if hasattr(tokenizer, name)), None)
+        value = value() if callable(value) else value
+        if isinstance(value, int) and not isinstance(value, bool):
+            found[field] = value
+    try:
+        found["vocab_size"] = max(len(tokenizer), found.get("vocab_size", 0))
+    except TypeError:
+        pass
+    return found
+
+
+def identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
+    """The manifest's ``identity``: names and SHA-256 digests of model, adapter, tokenizer and chat template."""
+    config = getattr(model, "config", None)
+    found: dict[str, Any] = {
+        "model": {
+            "name": getattr(config, "_name_or_path", "") or type(model).__name__,
+            "revision": getattr(config, "_commit_hash", None),
+            "sha256": weights_digest(model, adapter=False),
+        }
+    }
+    if any("lora_" in name for name, _ in model.named_parameters()):
+        found["adapter"] = {"name": type(model).__name__, "sha256": weights_digest(model, adapter=True)}
+    if tokenizer is not None:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        found["tokenizer"] = {"name": str(name), "sha256": tokenizer_digest(tokenizer)}
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, str):
+            found["chat_template"] = {"name": str(name), "sha256": hashlib.sha256(template.encode()).hexdigest()}
+    return {part: {key: value for key, value in fields.items() if value is not None} for part, fields in found.items()}
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module, adapter: bool) -> str:
+    """SHA-256 over name, dtype, shape and the leading elements of each parameter of this rank, in order of name."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if ("lora_" in name) != adapter:
+            continue
+        part = statistics.local(parameter)
+        digest.update(f"{name} {part.dtype} {tuple(parameter.shape)}\n".encode())
+        if part.device.type != "meta" and part.numel():
+            leading = part.reshape(-1)[:DIGEST_ELEMENTS] if part.is_contiguous() else part[:1].reshape(-1)
+            digest.update(leading[:DIGEST_ELEMENTS].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str | None:
+    """SHA-256 of the vocabulary as lines ``id TAB token`` in order of id; None where there is no vocabulary to read."""
+    vocabulary: Any = getattr(tokenizer, "get_vocab", None)
+    vocabulary = vocabulary() if callable(vocabulary) else getattr(tokenizer, "vocab", None)
+    if not isinstance(vocabulary, Mapping):
+        return None
+    lines = sorted((int(number), str(token)) for token, number in vocabulary.items())
+    return hashlib.sha256(
+        "".join(f"{number}\t{token}\n" for number, token in lines).encode("utf-8", "replace")
+    ).hexdigest()

@@ -1,0 +1,336 @@
+"""The end of a window: read it, judge it, and write what is worth keeping."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..writer import CapsuleWriter
+from . import statistics
+from .coverage import coverage
+from .device import DeviceScalars
+from .loop import Loop
+from .observed import observed_facts
+from .output import Output, read_samples, standard_scalars
+from .parameters import group_records, unowned_records
+from .ring import Ring
+from .tape import Row
+from .triggers import Limits, Spike, Trigger, first_bad
+from .window import Window
+
+# Seconds between two looks at the size of what was written.
+SIZE_EVERY = 10.0
+
+Attempt = Callable[[str, Callable[[], None]], None]
+
+
+class Finisher:
+    """Turns windows into evidence, with what has to be remembered from one to the next."""
+
+    def __init__(
+        self,
+        writer: CapsuleWriter,
+        loop: Loop,
+        device: DeviceScalars,
+        rank: int,
+        attempt: Attempt,
+        training: dict[str, Any],
+        keep: int,
+        max_bytes: int,
+    ) -> None:
+        self._writer = writer
+        self._loop = loop
+        self._device = device
+        self._rank = rank
+        self._attempt = attempt
+        self._ring = Ring(keep)
+        self._limits = Limits()
+        self._spike = Spike()
+        accumulation = training.get("accumulation_steps")
+        self._output = Output(writer, rank, loop.ignore_index, accumulation)
+        self._max_bytes = max_bytes
+        self._sized = time.monotonic()
+        self._lawful: set[str] = set()
+        self._facts: dict[str, Any] = {}
+        self._crashed = False
+        self._step = 0
+        self._cursor: Any = None
+        self.trigger: Trigger | None = None
+        self.windows = 0
+        self.saw_gradients = False
+
+    # -- reasons from outside
+
+    def request(self, kind: str, message: str, window: Window | None) -> None:
+        """Someone asks for the window to be kept."""
+        self._ask(Trigger(kind, self._at(window), self._rank, signal=kind, message=message or None), window)
+
+    def failed(self, error: BaseException, window: Window | None) -> None:
+        """An exception is passing through."""
+        memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        kind, name = "oom" if memory else "exception", type(error).__name__
+        message = f"{name}: {error}"[:2000]
+        self._crashed = True
+        if window is not None:
+            extra = _device_memory() if memory else {}
+            window.event(kind, type=name, message=str(error)[:2000], **extra)
+        self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
+        self._writer.heartbeat(status="crashed")
+
+    def signalled(self, name: str, final: bool, window: Window | None) -> None:
+        """A signal has come; ``final``: the process ends when this returns, so everything is written now."""
+        self._ask(Trigger("signal", self._at(window), self._rank, signal=name, message=f"received {name}"), window)
+        if final:
+            self._crashed = True
+            if window is not None:
+                self._loop.window = None
+                self.finish(window)
+            self.close()
+
+    def _ask(self, trigger: Trigger, window: Window | None) -> None:
+        if window is not None:
+            window.requests.append(trigger)
+        elif self._fire(trigger):
+            self._output.ring(self._ring)
+
+    def _at(self, window: Window | None) -> int:
+        return self._step if window is None else window.step
+
+    # -- the end of a window
+
+    def take_compiled(self, window: Window) -> None:
+        """Rows of the modules inside compiled regions, whose norms lie in a table on the device."""
+        table = self._loop.hooks.compiled.take()
+        if table is None:
+            return
+        micro, rows = window.micro.index, self._loop.tape.rows
+        place = next((i for i, row in enumerate(rows) if row.micro == micro and row.role == "gradient"), len(rows))
+        names = self._loop.hooks.modules
+
+        def sink(values: list[float]) -> None:
+            found = [
+                Row.compiled(name or "output", micro, values[4 * slot : 4 * slot + 4])
+                for slot, name in enumerate(names)
+                if values[4 * slot + 2] >= 0
+            ]
+            rows[place:place] = found
+
+        window.waiting.append((table.view(-1), sink))
+
+    def finish(self, window: Window) -> None:
+        """Read, judge and write; each part for itself, so that one that fails costs only itself."""
+        self._step = window.step
+        tokens: list[Any] = [self._output.supervised(micro) for micro in window.micros]
+        self._attempt("parameter updates", lambda: self._collect_updates(window))
+        if window.everything:
+            self._attempt("parameters", self._measure_parameters)
+        self._attempt("values", lambda: self._collect(window, tokens))
+        self._attempt("samples", lambda: read_samples(window))
+        self._attempt("values", lambda: window.read(self._loop.tape))
+        rows = [row for row in self._loop.tape.rows if not isinstance(row.norm, Tensor)]
+        for row in window.losses:
+            row.norm = abs(float(row.norm))
+        values = standard_scalars(window, tokens)
+        triggers = self._judge(window, rows, values)
+        self._ring.add(window.step, window.micros)
+        self._write(window, rows, values, tokens, triggers)
+        self.windows += 1
+        self.saw_gradients = self.saw_gradients or bool(window.gradients)
+        if window.cursor is not None:
+            self._cursor = window.cursor
+        if self._crashed and not any(trigger.kind in ("exception", "oom") for trigger in window.requests):
+            self._crashed = False  # the loop caught it and goes on
+            self._attempt("heartbeat", lambda: self._writer.heartbeat(status="recording"))
+        self._attempt("size", self._check_size)
+
+    def _collect(self, window: Window, tokens: list[Any]) -> None:
+        numbers = window.numbers
+        for micro in window.micros:
+            micro.reported = None
+            for loss in micro.backward_losses:
+                window.later(
+                    loss, lambda v, m=micro: setattr(m, "reported", v if m.reported is None else m.reported + v)
+                )
+            window.later(micro.given_loss, lambda v, m=micro: setattr(m, "told", v))
+        for name, value in list(window.logged.items()):
+            window.later(value, lambda v, n=name: window.logged.__setitem__(n, v))
+        window.later(window.total_norm, lambda v: numbers.__setitem__("grad_norm", v))
+        window.later(window.scale, lambda v: numbers.__setitem__("loss_scale", v))
+        window.later(window.learning_rate, lambda v: setattr(window, "learning_rate", v))
+        window.overflowed = window.skipped
+        for found in window.found_inf:
+            window.later(found, lambda v: setattr(window, "overflowed", window.overflowed or v > 0))
+        for norm in window.local_norms:
+            window.later(norm, window.local_values.append)
+        for index, count in enumerate(tokens):
+            window.later(count, lambda v, i=index: tokens.__setitem__(i, int(v)))
+        window.sharded = self._loop.sharded
+
+    def _collect_updates(self, window: Window) -> None:
+        sample = self._loop.sample
+        measured = sample.after() if sample is not None and window.stepped else None
+        if sample is None or measured is None:
+            return
+        parameters, updates = measured
+        for name, parameter, update in zip(sample.names, parameters, updates, strict=True):
+            window.later(parameter, window.parameter_values.append)
+            window.later(update, lambda v, n=name: window.update_values.__setitem__(n, v))
+
+    @torch.no_grad()
+    def _measure_parameters(self) -> None:
+        """Full rows of every parameter and of the sampled updates, behind everything else in the order."""
+        loop = self._loop
+        for parameter in loop.hooks.root.parameters():
+            name = loop.hooks.parameters.get(id(parameter))
+            local = statistics.local(parameter)
+            if name is not None and statistics.is_readable(local) and local.numel():
+                about = loop.hooks.describe(name, "parameter", parameter)
+                loop.tape.rows.append(Row(name, "parameter", about, 0, 0, full=statistics.full(local)))
+        changes = loop.sample.changes() if loop.sample is not None else {}
+        for name, change in changes.items():
+            about = statistics.describe(change)
+            loop.tape.rows.append(Row(name, "update", about, 0, 0, full=statistics.full(-change)))
+
+    def _judge(self, window: Window, rows: list[Row], values: dict[str, float]) -> list[Trigger]:
+        """The triggers of this window that may fire, requests included."""
+        found: list[Trigger] = []
+        loss = values.get("loss")
+        interval = first_bad(rows, self._lawful, skip_gradients=window.overflowed)
+        if interval is not None or (loss is not None and not math.isfinite(loss)):
+            bad = interval.first_bad if interval else None
+            signal = "loss" if bad is None else bad.role
+            value = loss if bad is None or bad.role == "loss" else float(bad.norm)
+            message = interval.message() if interval else "the loss is not finite, no tensor before it was seen to be"
+            found.append(Trigger("nonfinite", window.step, self._rank, signal, value, message))
+        else:
+            self._limits.healthy("nonfinite")
+            self._lawful |= {row.name for row in rows if row.role != "gradient" and not row.finite}
+        threshold = self._spike.add(loss) if loss is not None else None
+        if threshold is not None:
+            message = f"loss {loss:.6g} above {threshold:.6g}, judged by the windows before"
+            found.append(Trigger("spike", window.step, self._rank, "loss", loss, message))
+        else:
+            self._limits.healthy("spike")
+        return [trigger for trigger in [*found, *window.requests] if self._limits.allow(trigger.kind)]
+
+    def _write(
+        self,
+        window: Window,
+        rows: list[Row],
+        values: dict[str, float],
+        tokens: list[Any],
+        triggers: list[Trigger],
+    ) -> None:
+        attempt, output = self._attempt, self._output
+        for trigger in triggers:
+            window.events.append(window.log("warning", f"{trigger.kind}: {trigger.message or 'asked for'}"))
+        if self.windows == 0:
+            window.events += coverage(self._loop.hooks, window)
+        values["step_time"] = time.perf_counter() - window.began
+        values["data_time"] = window.data_time
+        attempt("device memory", lambda: values.update(self._device.read()))
+        attempt("scalars", lambda: output.scalars(window, values))
+        attempt("statistics", lambda: output.statistics(window.step, rows))
+        attempt("records", lambda: output.records(window, tokens))
+        output.tokens_seen += sum(count for count in tokens if isinstance(count, int))
+        if triggers and not window.everything:
+            attempt("parameters", lambda: self._write_parameters(window.step, len(rows)))
+        if triggers or window.everything:
+            attempt("parameter groups", lambda: self._write_groups(window))
+        if triggers or window.due:
+            attempt("batches", lambda: output.ring(self._ring))
+            attempt("manifest", lambda: self._update_manifest(window))
+        for trigger in triggers:
+            attempt("triggers", lambda t=trigger: self._carry(t))
+
+    def _write_parameters(self, step: int, order: int) -> None:
+        tape = self._loop.tape
+        known, tape.rows = tape.rows, []
+        self._measure_parameters()
+        tape.read([])
+        self._output.statistics(step, tape.rows, order)
+        tape.rows = known
+
+    def _write_groups(self, window: Window) -> None:
+        loop = self._loop
+        norms = {name: float(row.norm) for name, row in window.gradients.items()}
+        changes = loop.sample.changes() if loop.sample is not None and window.stepped else {}
+        names = loop.hooks.parameters
+        records = group_records(window.step, loop.optimizers, names, norms, window.update_values, changes)
+        owned = {record["name"] for record in records}
+        if loop.optimizers:
+            parameters = {names[id(p)]: p for p in loop.hooks.root.parameters() if id(p) in names}
+            records += unowned_records(window.step, parameters, owned, norms)
+        if records:
+            self._writer.records("param_groups", records)
+
+    def _update_manifest(self, window: Window) -> None:
+        facts = observed_facts(window, self._loop, self._facts)
+        position = {"global_step": window.step, "tokens_seen": self._output.tokens_seen}
+        if window.cursor is not None or self._cursor is not None:
+            position["data_cursor"] = window.cursor or self._cursor
+        self._facts = facts
+        self._writer.update({**facts, "position": position})
+
+    # -- triggers
+
+    def _fire(self, trigger: Trigger) -> bool:
+        if not self._limits.allow(trigger.kind):
+            return False
+        self._carry(trigger)
+        return True
+
+    def _carry(self, trigger: Trigger) -> None:
+        """The heartbeat carries the first trigger of the greatest weight."""
+        if self.trigger is None or trigger.weight > self.trigger.weight:
+            self.trigger = trigger
+        self._writer.heartbeat(trigger=self.trigger.fields(), step=trigger.step)
+
+    # -- life
+
+    def _check_size(self) -> None:
+        now = time.monotonic()
+        if now - self._sized < SIZE_EVERY:
+            return
+        self._sized = now
+        size = 0
+        for folder, _, files in os.walk(self._writer.path / "ranks" / f"rank{self._rank:05d}"):
+            size += sum(os.path.getsize(os.path.join(folder, name)) for name in files)
+        if size > self._max_bytes:
+            self.close()
+            raise OSError(errno.EFBIG, f"{size:,} bytes written, more than max_bytes={self._max_bytes:,}")
+
+    def close(self) -> None:
+        """Write the rest of the ring and seal the capsule."""
+        if self._writer.closed:
+            return
+        if self.windows:
+            self._attempt("batches", lambda: self._output.ring(self._ring))
+        trigger = self.trigger.fields() if self.trigger else None
+        self._writer.close(status="crashed" if self._crashed else "sealed", trigger=trigger)
+
+    def abandon(self) -> None:
+        """Close the files after a failure, sealing what is there where that still can be written."""
+        try:
+            self._writer.close(status="crashed" if self._crashed else "sealed")
+        except Exception:  # the disk is full: the capsule stays as it is, and readers will see that its writer is gone
+            return
+
+
+def _device_memory() -> dict[str, Any]:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    free, capacity = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "free": free,
+        "capacity": capacity,
+    }

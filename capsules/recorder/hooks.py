@@ -1,0 +1,278 @@
+"""Hooks that see every activation, every gradient of one and every gradient of a parameter, in the order they happen.
+
+A forward hook measures what a module returns and puts a hook on those tensors, so that their gradients are measured in
+autograd order. Full backward hooks would be simpler, but raise on in-place modules and skip dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import statistics
+from .tape import Row, Tape
+
+# What the model was called with and what it returned: inputs, keywords, output.
+Call = dict[str, Any]
+Guard = Callable[[str, Exception], None]
+_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def clean_name(name: str) -> str:
+    """A module's or parameter's name without the parts that wrappers (compile, sharding, checkpoint) put in it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile and the data-parallel wrappers."""
+    while True:
+        names = (*_WRAPPED, "module") if type(model).__module__.startswith("torch.") else _WRAPPED
+        inner = next((model._modules[name] for name in names if model._modules.get(name) is not None), None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def tensors_of(output: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point tensors in what a module returned, with a suffix for the name; "" for a bare tensor.
+
+    Tuples, lists, dictionaries and model outputs are opened three levels deep; other objects (caches) are not.
+    """
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield "", output
+    elif depth < 3 and isinstance(output, Mapping):
+        for key, value in output.items():
+            for suffix, tensor in tensors_of(value, depth + 1):
+                yield f":{key}{suffix}", tensor
+    elif depth < 3 and isinstance(output, (tuple, list)):
+        for index, value in enumerate(output):
+            for suffix, tensor in tensors_of(value, depth + 1):
+                yield (f":{index}{suffix}" if len(output) > 1 else suffix), tensor
+
+
+def _do_nothing(*arguments: Any, **keywords: Any) -> None:
+    """What a copy of a hook does: a model copied for an average, or pickled whole, records nothing."""
+
+
+def _inert() -> Callable[..., None]:
+    return _do_nothing
+
+
+class _Hook:
+    """A callable put on a module. Copying or pickling the module leaves an inert function in its place."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _inert, ()
+
+
+class ModuleHooks:
+    """The hooks on one model. ``close`` takes every one of them off again."""
+
+    def __init__(self, model: nn.Module, tape: Tape, guard: Guard) -> None:
+        self._tape = tape
+        self._guard = guard
+        self._handles: list[Any] = []
+        self._hooked: set[str] = set()
+        self._paused = False
+        self._about: dict[tuple[str, str], dict[str, Any]] = {}
+        self._reduced_later = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+        self.fired: set[str] = set()
+        self.recomputes = False
+        self.compiled = Compiled()
+        self.modules: list[str] = []
+        self.parameters: dict[int, str] = {}
+        self.pending: list[tuple[Row, Tensor]] = []
+        self.local_norms: list[Tensor] = []
+        self.call: Call = {}
+        self.root = unwrap(model)
+        # Children before parents is the order in which outputs appear, which the compiled path has to rely on.
+        for name, module in _children_first(self.root):
+            self.modules.append(clean_name(name))
+            if module is not self.root:
+                hook = self._forward_hook(clean_name(name), len(self.modules) - 1)
+                self._handles.append(module.register_forward_hook(_Hook(hook)))
+        self._handles.append(self.root.register_forward_pre_hook(_Hook(self._root_begins)))
+        self._handles.append(self.root.register_forward_hook(_Hook(self._root_returns), with_kwargs=True))
+
+    def watch_parameters(self) -> None:
+        """Hook the parameters as they are now: sharding, tying or a cast replaces them after construction."""
+        for name, parameter in self.root.named_parameters():
+            if id(parameter) not in self.parameters:
+                self.parameters[id(parameter)] = clean_name(name)
+                if parameter.requires_grad:
+                    hook = self._parameter_hook(clean_name(name))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def begin(self) -> None:
+        """Start a micro-batch."""
+        self._hooked.clear()
+        self.call.clear()
+        self._paused = False
+        self.pending = []
+        self.local_norms = []
+
+    def close(self) -> None:
+        """Leave model and parameters as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _root_begins(self, module: nn.Module, inputs: Any) -> None:
+        # An evaluation inside a recorded step is not part of it; a reentrant checkpoint around the whole model is.
+        if not torch.compiler.is_compiling() and self._tape.on and not module.training and not torch.is_grad_enabled():
+            self._tape.on, self._paused = False, True
+
+    def _root_returns(self, module: nn.Module, inputs: Any, keywords: dict[str, Any], output: Any) -> None:
+        """Keep references to what the model was called with and returned, until the loss is known."""
+        if torch.compiler.is_compiling():
+            if self._tape.on:
+                self.call["inputs"], self.call["keywords"], self.call["output"] = inputs, keywords, output
+        elif self._paused:
+            self._tape.on, self._paused = True, False
+        elif self._tape.on and _task() == -1:
+            try:
+                if not self.call:
+                    self.call.update(inputs=inputs, keywords=keywords, output=output)
+                if not module._modules:  # a model of one module: its output is its only activation
+                    self._measure("output", output)
+            except Exception as error:
+                self._guard("activations and gradients", error)
+
+    def _forward_hook(self, name: str, slot: int) -> Callable[[nn.Module, Any, Any], None]:
+        tape, compiled = self._tape, self.compiled
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                if tape.on and isinstance(output, Tensor):
+                    compiled.trace(slot, output)
+            elif tape.on:
+                try:
+                    self._measure(name, output)
+                except Exception as error:
+                    self._guard("activations and gradients", error)
+
+        return hook
+
+    def _measure(self, name: str, output: Any) -> None:
+        self.fired.add(name)
+        tape = self._tape
+        if _task() != -1:
+            # Activation checkpointing runs the module again inside backward. Its values were measured in forward;
+            # only the reentrant kind, whose first run had no graph, gets its gradients from this second one.
+            self.recomputes = True
+            if name not in self._hooked:
+                call = tape.count(f"{name} again")
+                for suffix, tensor in tensors_of(output):
+                    self._hook_gradient(name + suffix, tensor, call)
+            return
+        call = tape.count(name)
+        for suffix, tensor in tensors_of(output):
+            if not statistics.is_readable(tensor) or tape.seen(tensor) is not None:
+                continue
+            full_name = name + suffix
+            tape.measure(full_name, "activation", tensor, call, self.describe(full_name, "activation", tensor))
+            if self._hook_gradient(full_name, tensor, call):
+                self._hooked.add(name)
+
+    def _hook_gradient(self, name: str, tensor: Tensor, call: int) -> bool:
+        if tensor.grad_fn is None:  # a leaf (a parameter returned as it is) would keep the hook for ever
+            return False
+
+        def hook(gradient: Tensor) -> None:
+            if self._tape.on and statistics.is_readable(gradient):
+                try:
+                    self._tape.measure(name, "gradient", gradient, call, self.describe(name, "gradient", gradient))
+                except Exception as error:
+                    self._guard("activations and gradients", error)
+
+        tensor.register_hook(hook)
+        return True
+
+    def _parameter_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if not self._tape.on or gradient is None or not statistics.is_readable(gradient):
+                return
+            try:
+                row = self._tape.reserve(name, "gradient", self.describe(name, "gradient", gradient))
+                self.pending.append((row, parameter))
+                if self._reduced_later:
+                    self.local_norms.append(statistics.norm(statistics.local(gradient)))
+            except Exception as error:
+                self._guard("activations and gradients", error)
+
+        return hook
+
+    def describe(self, name: str, role: str, tensor: Tensor) -> dict[str, Any]:
+        """The columns that rarely change from step to step, made anew only when shape or type did."""
+        about = self._about.get((name, role))
+        if about is None or about["like"] != (tensor.shape, tensor.dtype):
+            about = statistics.describe(statistics.local(tensor)) | {"like": (tensor.shape, tensor.dtype)}
+            self._about[name, role] = about
+        return about
+
+
+class Compiled:
+    """Norm and largest value of outputs inside a compiled region, one fixed place a module.
+
+    A list or a counter would make the compiler specialise on its length and recompile; a store into a fixed tensor
+    becomes part of the graph.
+    """
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+        self.traced: set[int] = set()
+
+    def prepare(self, size: int, device: torch.device) -> None:
+        """Make the table; it must exist before the first compiled call. Filled with -1, which no norm is."""
+        if self.values is None:
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            self.values = torch.full((size, 4), -1.0, dtype=dtype, device=device)
+
+    def trace(self, slot: int, output: Tensor) -> None:
+        """Runs while the compiler traces; what it does to ``values`` is compiled into the model's graph."""
+        values = self.values
+        if values is not None and output.is_floating_point() and output.device == values.device and output.numel():
+            detached = output.detach().float()
+            values[slot, 0] = torch.linalg.vector_norm(detached)
+            values[slot, 1] = detached.amax()
+            values[slot, 2] = output.numel()
+            values[slot, 3] = output.dtype.itemsize
+
+    def take(self) -> Tensor | None:
+        """A copy of the table [modules, 4], which is empty (-1) again afterwards; None where nothing was traced."""
+        if self.values is None or not self.traced:
+            return None
+        taken = self.values.clone()
+        self.values.fill_(-1.0)
+        return taken
+
+
+def _children_first(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module once, by its first name, children before their parent."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+        found.append((name, module))
+
+    visit("", root)
+    return found

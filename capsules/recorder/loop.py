@@ -1,0 +1,301 @@
+"""Follows the training loop: what backward, scaler, clipping and optimizer do to the window that is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import batch, statistics
+from .hooks import ModuleHooks
+from .parameters import UpdateSample, gradient_norms
+from .ring import Micro
+from .tape import Row, Tape
+from .window import Window
+
+Attempt = Callable[[str, Callable[[], None]], None]
+
+
+class Loop:
+    """The ``optimizer.Observer`` of one recorder.
+
+    Args:
+        tape: rows of the window.
+        hooks: of the model.
+        optimizers: those the user named; empty: any optimizer that holds a parameter of the model.
+        ignore_index: label of unsupervised positions.
+        given: the manifest as far as the user gave it.
+        whole_updates: measure updates of all parameters, however large the copy.
+        attempt: runs a part of the recording and disables that part where it raises.
+        finish: called when the optimizer stepped after the ``with`` block of the last micro-batch.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        hooks: ModuleHooks,
+        optimizers: list[Any],
+        ignore_index: int,
+        given: dict[str, Any],
+        whole_updates: bool,
+        attempt: Attempt,
+        finish: Callable[[], None],
+    ) -> None:
+        self.tape = tape
+        self.hooks = hooks
+        self.optimizers = optimizers
+        self.named = bool(optimizers)
+        self.window: Window | None = None
+        self.inside = False  # a micro-batch is being run
+        self.sample: UpdateSample | None = None
+        self.ignore_index = ignore_index
+        self.given = given
+        self._whole_updates = whole_updates
+        self._layouts: dict[str, str | None] = {}
+        self._attempt = attempt
+        self._finish = finish
+
+    # -- what the patched functions tell (see ``optimizer.Observer``)
+
+    def watching(self) -> bool:
+        return self.window is not None
+
+    def before_backward(self, roots: Any) -> None:
+        window = self.window
+        if window is None or not self.inside:
+            return
+
+        def record() -> None:
+            losses = [roots] if isinstance(roots, Tensor) else list(roots or ())
+            window.backwards += 1
+            window.event("backward")
+            for loss in losses:
+                if isinstance(loss, Tensor) and loss.numel() == 1:
+                    self._take_loss(window, loss)
+
+        self.read_logits()
+        self._attempt("loss", record)
+
+    def loss_scaled(self, scaler: Any, losses: Any, scaled: Any) -> None:
+        window = self.window
+        if window is None or not self.inside or not scaler.is_enabled():
+            return
+
+        def record() -> None:
+            window.scale = scaler._scale.clone()
+            if isinstance(losses, Tensor) and isinstance(scaled, Tensor):
+                window.scaled.append((scaled, losses.detach()))
+
+        self._attempt("loss", record)
+
+    def before_unscale(self, scaler: Any, optimizer: Any, nested: bool) -> None:
+        if self.window is not None and self._ours(optimizer):
+            self.measure_gradients()
+            self.window.event("unscale", nested=nested or None)
+
+    def before_clip(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
+        window = self.window
+        if window is None or not any(id(parameter) in self.hooks.parameters for parameter in parameters[:1]):
+            return
+        self.measure_gradients()
+        if not hasattr(total_norm, "to_local"):  # a sharded norm is whole only after a collective
+            window.total_norm = total_norm.detach()
+        window.max_norm = max_norm
+        event = window.event("grad_norm")
+        window.later(window.total_norm, lambda value: event.update(value=value))
+        window.event("clip", max_norm=max_norm)
+
+    def before_step(self, optimizer: Any) -> None:
+        window = self.window
+        if window is None or not self._ours(optimizer):
+            return
+        self.measure_gradients()
+        groups = optimizer.param_groups
+        if window.learning_rate is None and groups:
+            rate = groups[0].get("lr")
+            window.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
+        if not window.stepped:
+            self._attempt("parameter updates", self._copy_parameters)
+
+    def after_step(self, optimizer: Any) -> None:
+        window = self.window
+        if window is not None and self._ours(optimizer):
+            window.stepped = True
+            window.event("optimizer_step")
+            if not self.inside:
+                self._finish()
+
+    def scaler_stepped(self, scaler: Any, optimizer: Any, stepped: bool, found_inf: list[Tensor]) -> None:
+        window = self.window
+        if window is None or not self._ours(optimizer):
+            return
+        window.found_inf += [tensor.clone() for tensor in found_inf]
+        if not stepped:
+            window.skipped = True
+            window.event("optimizer_step_skipped")
+            if not self.inside:
+                self._finish()
+
+    def scaler_updated(self, scaler: Any, before: Tensor | None, after: Tensor | None) -> None:
+        window = self.window
+        if window is None or before is None or after is None:
+            return
+        event = window.event("scaler_update")
+        window.later(before, lambda value: event.update(scale_before=value))
+        window.later(after.clone(), lambda value: event.update(scale_after=value))
+
+    # -- what the user says
+
+    def told(self, loss: Tensor | float) -> None:
+        """The loss of the micro-batch at work."""
+        if self.window is not None and self.window.micros:
+            self.window.micro.given_loss = loss
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Scalars for this window."""
+        if self.window is not None:
+            self.window.logged.update(values)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters are shards, whose norm is whole only after a collective."""
+        return any(hasattr(parameter, "to_local") for parameter in self.hooks.root.parameters())
+
+    # -- measurements
+
+    def _take_loss(self, window: Window, loss: Tensor) -> None:
+        detached = loss.detach()
+        for scaled, unscaled in window.scaled:
+            if scaled is loss:
+                detached = unscaled
+                break
+        else:
+            if window.scale is not None:  # divided by the accumulation, say, after it was scaled
+                detached = detached / window.scale.to(detached.device)
+        micro = window.micro
+        micro.backward_losses.append(detached)
+        micro.loss_dtype = str(detached.dtype).removeprefix("torch.")
+        row = self.tape.reserve("loss", "loss", statistics.describe(detached))
+        row.norm = detached.item() if detached.device.type == "cpu" else detached
+        window.losses.append(row)
+
+    def measure_gradients(self) -> None:
+        """Norms of the gradients that backward has left, before anything divides, clips or frees them."""
+        window = self.window
+        if window is not None and self.inside:
+            self._attempt("activations and gradients", lambda: self._measure_gradients(window))
+
+    @torch.no_grad()
+    def _measure_gradients(self, window: Window) -> None:
+        pending, self.hooks.pending = self.hooks.pending, []
+        micro = window.micro
+        if not pending and micro.backward_losses and not micro.gradients_measured:
+            pending = self._unannounced()
+        micro.gradients_measured = True
+        window.local_norms = self.hooks.local_norms or window.local_norms
+        self.hooks.local_norms = []
+        # A parameter used twice is announced twice; the last place is where its gradient was complete.
+        found = [(row, p.grad) for row, p in {id(p): (row, p) for row, p in pending}.values() if p.grad is not None]
+        measured = [(row, statistics.local(gradient)) for row, gradient in found]
+        measured = [(row, gradient) for row, gradient in measured if gradient.numel()]
+        if not measured:
+            return
+        norms = gradient_norms([gradient for _, gradient in measured])
+        on_cpu = all(norm.device.type == "cpu" for norm in norms)
+        numbers = torch.stack([norm.double() for norm in norms]).tolist() if on_cpu else norms
+        for (row, gradient), norm in zip(measured, numbers, strict=True):
+            row.norm = norm
+            window.gradients[row.name] = row
+            if self.tape.everything or (on_cpu and not torch.isfinite(torch.tensor(norm))):
+                row.full = statistics.full(gradient)
+                self.tape.everything = self.tape.everything or (on_cpu and row.bad)
+
+    def _unannounced(self) -> list[tuple[Row, Tensor]]:
+        """Gradients of parameters whose hooks do not fire (FSDP2 sets them by itself), in reverse order of definition."""
+        names = self.hooks.parameters
+        parameters = [p for p in self.hooks.root.parameters() if p.grad is not None and id(p) in names]
+        rows: list[tuple[Row, Tensor]] = []
+        for parameter in reversed(parameters):
+            gradient = parameter.grad
+            if gradient is not None and statistics.is_readable(gradient):
+                name = names[id(parameter)]
+                rows.append(
+                    (self.tape.reserve(name, "gradient", self.hooks.describe(name, "gradient", gradient)), parameter)
+                )
+        return rows
+
+    def read_logits(self) -> None:
+        """Find the batch, and take what is kept of the logits, as soon as the loss is known or the block ends."""
+        window = self.window
+        if window is None or not window.micros or not self.inside:
+            return
+        micro = window.micro
+        call = dict(self.hooks.call)
+        self.hooks.call.clear()
+        if not call and (micro.arrays or micro.given is None):
+            return
+        self._attempt("batch", lambda: self._read_batch(window, micro, call))
+
+    @torch.no_grad()
+    def _read_batch(self, window: Window, micro: Micro, call: dict[str, Any]) -> None:
+        inputs, keywords = call.get("inputs", ()), call.get("keywords", {})
+        found = batch.find(micro.given, inputs, keywords, self.hooks.root)
+        if not micro.arrays:
+            # Loops reuse their buffers; ids and masks are small.
+            micro.arrays = {name: tensor.detach().clone() for name, tensor in found.items()}
+            micro.keys = batch.keys_of(micro.given) or ([*keywords] or None)
+        ids, labels = micro.arrays.get("input_ids"), micro.arrays.get("labels")
+        if ids is None:
+            return
+        if labels is not None:
+            micro.layout = self._layout(ids, labels)
+        logits = batch.logits_in(call.get("output"))
+        if logits is None:
+            return
+        if logits.ndim == 2 and logits.shape[0] == ids.numel():
+            logits = logits.view(*ids.shape, -1)
+        if logits.shape[:2] != ids.shape or logits.ndim != 3 or not statistics.is_readable(logits):
+            return
+        targets = (
+            None
+            if labels is None or micro.layout is None
+            else batch.targets_of(labels, micro.layout, self.ignore_index)
+        )
+        micro.readings = batch.Readings(logits, ids, targets, self.ignore_index)
+        micro.hold_logits(logits)
+        known = self.tape.seen(logits)
+        about = self.hooks.describe("logits", "logits", logits)
+        if known is None:
+            self.tape.measure("logits", "logits", logits, 0, about)
+        else:
+            self.tape.rows.append(Row("logits", "logits", about, known.micro, 0, known.norm, known.counts, known.full))
+
+    def _layout(self, ids: Tensor, labels: Tensor) -> str | None:
+        """Which token a label names. On a device it is read once and then taken to stay."""
+        device = labels.device.type
+        if device == "cpu" and ids.device.type == "cpu":
+            return batch.label_layout(ids, labels, self.ignore_index)
+        if device not in self._layouts:
+            self._layouts[device] = batch.label_layout(ids, labels, self.ignore_index)
+        return self._layouts[device]
+
+    def _copy_parameters(self) -> None:
+        if self.sample is None:
+            named = {
+                self.hooks.parameters[id(p)]: p for p in self.hooks.root.parameters() if id(p) in self.hooks.parameters
+            }
+            self.sample = UpdateSample(named, self._whole_updates)
+        self.sample.before()
+
+    def _ours(self, optimizer: Any) -> bool:
+        if any(optimizer is known for known in self.optimizers):
+            return True
+        if self.named:
+            return False
+        groups = getattr(optimizer, "param_groups", ())
+        if any(id(parameter) in self.hooks.parameters for group in groups for parameter in group["params"]):
+            self.optimizers.append(optimizer)
+            return True
+        return False

@@ -1,0 +1,361 @@
+"""The recorder: put around an ordinary PyTorch loop, it keeps the evidence of why the loop broke.
+
+    with Recorder("runs", model=model, optimizer=optimizer) as recorder:
+        for batch in loader:
+            with recorder.step(batch=batch):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+It measures and never changes: no random number is drawn, no gradient touched, no collective called, nothing raised.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..writer import CapsuleWriter
+from . import describe, environment, optimizer, rendezvous
+from .device import DeviceScalars
+from .finish import Finisher
+from .hooks import ModuleHooks
+from .loop import Loop
+from .ring import Micro, RandomState
+from .signals import Signals
+from .tape import Tape
+from .triggers import Trigger
+from .window import Window
+
+log = logging.getLogger("llmconsole.recorder")
+
+
+class Recorder:
+    """Records a training loop into one capsule under ``directory``, one directory a rank.
+
+    Args:
+        directory: where capsules are kept; created.
+        model: the module whose forward is called, before or after wrapping. Attach before ``torch.compile``: hooks
+            cannot see inside what was compiled without them, and the capsule then says so.
+        optimizer: a torch optimizer or several; left out, every optimizer that steps the model's parameters counts.
+        scaler: accepted for symmetry; every ``torch.amp.GradScaler`` that scales within a step is followed.
+        config: the resolved configuration, of any usual kind; secrets in it are masked.
+        tokenizer: for its special ids and its digest.
+        manifest: fields of the capsule's manifest that cannot be seen from here (reduction, initialisation).
+        every: full statistics, parameters, updates, parameter groups and the ring of batches each so many windows.
+        keep_batches: windows kept in the ring.
+        statistics_every: full statistics each so many windows, where that differs from ``every``; 1 is every step.
+        whole_updates: measure the update of all parameters rather than of a sample of at most 64 MB; copies them all.
+        max_bytes: size of this rank's directory at which recording ends with a warning.
+        phase: of the capsule.
+        title: of the capsule.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        scaler: Any = None,
+        config: Any = None,
+        tokenizer: Any = None,
+        manifest: Mapping[str, Any] | None = None,
+        every: int = 50,
+        keep_batches: int = 4,
+        statistics_every: int | None = None,
+        whole_updates: bool = False,
+        max_bytes: int = 4 << 30,
+        phase: str = "training",
+        title: str = "",
+    ) -> None:
+        self.path: Path | None = None
+        self.recording = False
+        self._pid = os.getpid()
+        self._ended = False
+        self._disabled: set[str] = set()
+        self._every = max(every, 1)
+        self._statistics_every = max(statistics_every or every, 1)
+        self._keep = keep_batches
+        self._next_step = 0
+        self._left = time.perf_counter()
+        try:
+            self._open(directory, model, optimizer, config, tokenizer, manifest, phase, title, whole_updates, max_bytes)
+        except Exception as error:
+            log.warning("not recording: %s: %s", type(error).__name__, error)
+            self._take_off()
+
+    def _open(
+        self,
+        directory: Any,
+        model: nn.Module | None,
+        optimizers: Any,
+        config: Any,
+        tokenizer: Any,
+        manifest: Mapping[str, Any] | None,
+        phase: str,
+        title: str,
+        whole_updates: bool,
+        max_bytes: int,
+    ) -> None:
+        model = nn.Module() if model is None else model
+        given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        named = [each for each in given if hasattr(each, "param_groups")]
+        rank, world_size = rendezvous.rank_and_world()
+        fields = self._manifest(model, named, config, tokenizer, manifest or {}, rank, world_size)
+        training: Any = fields.get("training", {})
+        ignore_index = int(training.get("ignore_index", -100))
+        path = rendezvous.capsule_path(Path(directory), rank, world_size)
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        writer = CapsuleWriter(path, title=title, phase=phase, manifest=fields, rank=rank)  # type: ignore[arg-type]
+        self.path = path
+        self._tape = Tape()
+        self._hooks = ModuleHooks(model, self._tape, self._disable)
+        parameter = next(model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        self._hooks.compiled.prepare(len(self._hooks.modules), device)
+        self._loop = Loop(
+            self._tape,
+            self._hooks,
+            named,
+            ignore_index,
+            dict(manifest or {}),
+            whole_updates,
+            self._attempt,
+            self._step_outside,
+        )
+        self._finisher = Finisher(
+            writer, self._loop, DeviceScalars(device), rank, self._attempt, training, self._keep, max_bytes
+        )
+        self._signals = Signals(self._signalled)
+        optimizer.attach(self._loop)
+        self.recording = True
+        this = weakref.ref(self)
+        self._at_exit: Callable[[], None] = lambda: (it := this()) and it.close()
+        atexit.register(self._at_exit)
+
+    def _manifest(
+        self,
+        model: nn.Module,
+        optimizers: list[Any],
+        config: Any,
+        tokenizer: Any,
+        given: Mapping[str, Any],
+        rank: int,
+        world_size: int,
+    ) -> dict[str, Any]:
+        resolved = describe.as_mapping(config)
+        found: dict[str, Any] = {}
+
+        def add(part: str, make: Callable[[], Any]) -> None:
+            def run() -> None:
+                found[part] = make()
+
+            self._attempt(part, run)
+
+        add("run", lambda: environment.run(rank, world_size))
+        add("environment", environment.environment)
+        add("placement", lambda: environment.placement(model, rank))
+        add("config", lambda: describe.plain(resolved))
+        if any(True for _ in model.parameters()):
+            add("identity", lambda: describe.identity(model, tokenizer))
+            add("model", lambda: describe.model_facts(model, resolved))
+        if tokenizer is not None:
+            add("tokenizer", lambda: describe.tokenizer_facts(tokenizer))
+        add("training", lambda: {"optimizer": describe.optimizer_facts(optimizers)} if optimizers else {})
+        return describe.merged({part: value for part, value in found.items() if value}, dict(given))
+
+    # -- the loop
+
+    def step(self, batch: Any = None, sample_ids: Any = None, cursor: Any = None, step: int | None = None) -> Step:
+        """One micro-batch, as a context manager.
+
+        Args:
+            batch: what the loader gave: mapping, (inputs, targets) or tensor; else what the model is called with.
+            sample_ids: B names of samples.
+            cursor: where the data stands, any mapping.
+            step: number of the optimizer window, to go on counting after a resume; else one more than the last.
+        """
+        return Step(self, batch, sample_ids, cursor, step)
+
+    def trigger(self, kind: str = "manual", message: str = "") -> None:
+        """Keep the current window (or the last one, between two) whole, and say why."""
+        if self._alive():
+            with self._signals:
+                self._attempt("triggers", lambda: self._finisher.request(kind, message, self._loop.window))
+
+    @property
+    def triggered(self) -> Trigger | None:
+        """The trigger that the capsule carries so far."""
+        return self._finisher.trigger if self.path is not None else None
+
+    def close(self) -> None:
+        """Write what is pending, seal the capsule, and leave model and process as they were. Closing twice is allowed."""
+        if not self._alive():
+            return
+        with self._signals:
+            if self._loop.window is not None:
+                self._finish()
+            self._attempt("close", self._finisher.close)
+            self._take_off()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and self._alive():
+            with self._signals:
+                self._attempt("exception", lambda: self._finisher.failed(error, self._loop.window))
+        self.close()
+
+    def _begin(self, handle: Step) -> None:
+        loop = self._loop
+        began = time.perf_counter()
+        if loop.window is not None and handle.number is not None and handle.number != loop.window.step:
+            self._finish()
+        if loop.window is None:
+            step = self._next_step if handle.number is None else int(handle.number)
+            first = not self._finisher.windows
+            everything = first or step % self._statistics_every == 0
+            loop.window = Window(step, everything, due=first or step % self._every == 0)
+            self._tape.clear()
+            self._tape.everything = everything
+            if self._finisher.windows < 2 or not self._finisher.saw_gradients:
+                self._attempt("activations and gradients", self._hooks.watch_parameters)
+        window = loop.window
+        window.data_time += began - self._left
+        micro = Micro(len(window.micros), given=handle.batch, cursor=handle.cursor)
+        if handle.sample_ids is not None:
+            micro.sample_ids = [str(name) for name in handle.sample_ids]
+        window.micros.append(micro)
+        self._attempt("random state", lambda: setattr(micro, "random", RandomState.capture()))
+        self._hooks.begin()
+        self._tape.begin(micro.index)
+        loop.inside = True
+        self._tape.on = "activations and gradients" not in self._disabled
+
+    def _end(self, error: BaseException | None) -> None:
+        loop = self._loop
+        window = loop.window
+        if window is None:
+            return
+        loop.read_logits()
+        loop.measure_gradients()
+        self._tape.on = False
+        loop.inside = False
+        window.micro.given = None
+        self._attempt("activations and gradients", lambda: self._finisher.take_compiled(window))
+        if isinstance(error, Exception):
+            self._attempt("exception", lambda: self._finisher.failed(error, window))
+        if window.over or error is not None:
+            self._finish()
+        self._left = time.perf_counter()
+
+    def _step_outside(self) -> None:
+        """The optimizer stepped after the block of the last micro-batch."""
+        with self._signals:
+            self._finish()
+
+    def _finish(self) -> None:
+        window, self._loop.window = self._loop.window, None
+        if window is not None:
+            self._next_step = window.step + 1
+            self._finisher.finish(window)
+
+    # -- life
+
+    def _alive(self) -> bool:
+        # A forked child (a data loader's worker) inherits this object, but not the right to write.
+        return self.recording and os.getpid() == self._pid
+
+    def _attempt(self, part: str, run: Callable[[], None]) -> None:
+        """Run a part of the recording; where it fails, warn once and go on without it."""
+        if part in self._disabled or self._ended:
+            return
+        try:
+            run()
+        except Exception as error:
+            if part == "steps" or (isinstance(error, OSError) and self.recording):
+                self._stop(f"{part}: {getattr(error, 'strerror', None) or error}")
+            else:
+                self._disable(part, error)
+
+    def _disable(self, part: str, error: Exception) -> None:
+        if part not in self._disabled and not self._ended:
+            self._disabled.add(part)
+            log.warning("no longer recording %s: %s: %s", part, type(error).__name__, str(error).split("\n")[0])
+            if part == "activations and gradients":
+                self._tape.on = False
+
+    def _stop(self, reason: str) -> None:
+        """Give up recording; the job goes on as if it had never been recorded."""
+        if self.recording:
+            log.warning("recording ended: %s; training goes on without it", reason)
+            self._take_off()
+
+    def _take_off(self) -> None:
+        was_open, self.recording = self.recording, False
+        self._ended = True
+        if self.path is None:
+            return
+        self._tape.on = False
+        self._hooks.close()
+        if was_open:
+            optimizer.detach(self._loop)
+            self._loop.window = None
+            self._finisher.abandon()
+            self._signals.close()
+            atexit.unregister(self._at_exit)
+
+    def _signalled(self, name: str, final: bool) -> None:
+        if self._alive():
+            self._attempt("signal", lambda: self._finisher.signalled(name, final, self._loop.window))
+
+
+class Step:
+    """One micro-batch under way; made by ``Recorder.step``."""
+
+    def __init__(self, recorder: Recorder, batch: Any, sample_ids: Any, cursor: Any, number: int | None) -> None:
+        self._recorder = recorder
+        self.batch = batch
+        self.sample_ids = sample_ids
+        self.cursor = cursor
+        self.number = number
+
+    def __enter__(self) -> Self:
+        self._run(lambda: self._recorder._begin(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._run(lambda: self._recorder._end(error))
+
+    def loss(self, loss: Tensor | float) -> None:
+        """The loss of this micro-batch, where backward does not show it or shows it divided."""
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        self._run(lambda: self._recorder._loop.told(value))
+
+    def log(self, **values: Tensor | float) -> None:
+        """Scalars of one's own, by name; a standard name takes the place of what the recorder found."""
+        detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        self._run(lambda: self._recorder._loop.log(detached))
+
+    def _run(self, action: Callable[[], None]) -> None:
+        recorder = self._recorder
+        if recorder._alive():
+            with recorder._signals:
+                recorder._attempt("steps", action)
