@@ -278,7 +278,7 @@ class _Search:
         near = scalar_tolerance(computed, 0.0, observation.value_roundoff, observation.decimals)
         # Rounding is measured only where it can decide: elsewhere the healthy candidate's stands in for it.
         usual = self._usual_sigma[index]
-        reach = max(0.02 * abs(observed), 150.0 * observation.input_roundoff * abs(observed), 40.0 * usual)
+        reach = max(0.02, 40.0 * observation.input_roundoff) * abs(observed) + 40.0 * usual
         sigma = float(self._sigma(observation, spec, computed)) if off <= near + reach else usual
         tolerance = scalar_tolerance(computed, sigma, observation.value_roundoff, observation.decimals)
         return off / max(tolerance, 1e-300), tolerance, 0.0

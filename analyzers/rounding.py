@@ -33,7 +33,8 @@ class Noise:
     def __call__(self, array: Array, name: str) -> Array:
         """``array`` with each element scaled by 1 ± roundoff; ``name`` keeps the draws of two inputs apart."""
         generator = np.random.default_rng((self.seed, self.draw, zlib.crc32(name.encode())))
-        return array * (1.0 + self.roundoff * generator.choice((-1.0, 1.0), size=array.shape))
+        signs = 2.0 * generator.integers(0, 2, size=array.shape) - 1.0
+        return array * (1.0 + self.roundoff * signs)
 
 
 def scalar_tolerance(value: float, sigma: float, roundoff: float, decimals: int | None) -> float:

@@ -56,7 +56,8 @@ class Micro:
     boundary: Mask | None
     shifted: bool
     ignore_index: int
-    _rows: dict[Any, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
+    _rows: dict[Any, tuple[Floats, Floats]] = field(default_factory=dict[Any, Any], repr=False)
+    _losses: dict[Any, Floats] = field(default_factory=dict[Any, Any], repr=False)
 
     @property
     def length(self) -> int:
@@ -69,8 +70,12 @@ class Micro:
         if key not in self._rows:
             targets, wanted, asked = self._aligned(shift)
             counted, targets = self._counted(positions, targets, wanted, asked)
-            losses = self.scores.losses(targets, counted, noise, self.tokens[:, 1:])
-            self._rows[key] = losses.sum(axis=1), self._denominator(denominator, counted, wanted, asked)
+            table = (shift, positions == "ignored-label", noise)
+            if table not in self._losses:
+                everywhere = np.ones_like(counted)
+                self._losses[table] = self.scores.losses(targets, everywhere, noise, self.tokens[:, 1:])
+            sums = np.where(counted, self._losses[table], 0.0).sum(axis=1)
+            self._rows[key] = sums, self._denominator(denominator, counted, wanted, asked)
         return self._rows[key]
 
     def _aligned(self, shift: str) -> tuple[Ints, Ints, Ints]:

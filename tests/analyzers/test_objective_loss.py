@@ -1,0 +1,519 @@
+"""Which computation gave the reported loss: every rule of the loss catalogue on a few real optimizer steps.
+
+A tiny model is trained by torch with the loss written as a script would write it, right or wrong; logits and the
+number go into a capsule; the rules see nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.registry import all_rules
+from llmconsole.analyzers.report import CapsuleReport
+from llmconsole.analyzers.runner import analyze
+from llmconsole.capsules import Capsule, CapsuleWriter
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH, BATCH, IGNORE = 23, 12, 4, -100
+PAD, SYSTEM, USER, ASSISTANT, TOOL = range(5)
+Build = Callable[..., Capsule]
+Loss = Callable[["Job", Tensor, "Rows"], Tensor]
+
+
+class Rows:
+    """Chat rows: system, user, answer, tool result, answer, right padding; labels ask for the answers."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
+        self.roles = torch.tensor([SYSTEM] + [USER] * 2 + [ASSISTANT] * 3 + [TOOL] * 2 + [ASSISTANT] * 4).repeat(
+            BATCH, 1
+        )
+        for row, padding in enumerate((0, 1, 3, 2)):
+            if padding:
+                self.ids[row, -padding:] = 0
+                self.roles[row, -padding:] = PAD
+        self.mask = (self.roles != PAD).long()
+        self.labels = torch.where(self.roles == ASSISTANT, self.ids, torch.full_like(self.ids, IGNORE))
+
+    def asked_of(self, *roles: int) -> Tensor:
+        wanted = torch.isin(self.roles, torch.tensor(roles))
+        return torch.where(wanted, self.ids, torch.full_like(self.ids, IGNORE))
+
+
+class Job:
+    """A real training loop: embedding, linear layer, AdamW; ``window`` micro-batches a step."""
+
+    def __init__(self, seed: int = 0, window: int = 1) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Tanh(), nn.Linear(16, VOCABULARY))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-2)
+        self.window = window
+
+    def step(self, loss: Loss) -> tuple[list[tuple[Rows, Tensor]], float]:
+        """Micro-batches with their logits, and the sum of what went into backward."""
+        rows = [self.shape(index, Rows(self.generator)) for index in range(self.window)]
+        self.tokens = sum(int((each.labels[:, 1:] != IGNORE).sum()) for each in rows)
+        captured: list[tuple[Rows, Tensor]] = []
+        total = 0.0
+        for each in rows:
+            logits = self.model(each.ids)
+            value = loss(self, logits, each)
+            value.backward()
+            captured.append((each, logits.detach()))
+            total += float(value.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return captured, total
+
+    def shape(self, index: int, rows: Rows) -> Rows:
+        """Later micro-batches have fewer answers, so that means over micro-batches and tokens differ."""
+        rows.labels[: index % BATCH] = IGNORE
+        return rows
+
+
+def ce(logits: Tensor, labels: Tensor, reduction: str = "mean", **options: Any) -> Tensor:
+    return F.cross_entropy(
+        logits.reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=IGNORE, reduction=reduction, **options
+    )
+
+
+def right(job: Job, logits: Tensor, rows: Rows) -> Tensor:
+    return ce(logits[:, :-1], rows.labels[:, 1:], "sum") / job.tokens
+
+
+def labelled(make: Callable[[Rows], Tensor]) -> Loss:
+    return lambda job, logits, rows: ce(logits[:, :-1], make(rows)[:, 1:])
+
+
+def capture(
+    writer: CapsuleWriter, job: Job, loss: Loss, steps: int = 2, compact: bool = False, decimals: int | None = None
+) -> None:
+    for step in range(steps):
+        micros, value = job.step(loss)
+        value = value if decimals is None else round(value, decimals)
+        writer.scalars("loss", step=[step], value=[value], rank=0)
+        for index, (rows, logits) in enumerate(micros):
+            scores: dict[str, Any] = {"logits": logits}
+            if compact:
+                flat = torch.cat([rows.ids.reshape(-1), torch.zeros(2, dtype=torch.long)])
+                scores = {"logsumexp": torch.logsumexp(logits, -1)}
+                at = torch.arange(rows.ids.numel())
+                picked = torch.stack(
+                    [logits.reshape(-1, VOCABULARY)[at, flat[at + offset]] for offset in range(3)], dim=-1
+                )
+                picked[-1, 1:] = float("nan")
+                picked[-2, 2] = float("nan")
+                scores["target_logits"] = picked.reshape(*rows.ids.shape, 3)
+            writer.batch(
+                step=step,
+                micro=index,
+                rank=0,
+                split="train",
+                input_ids=rows.ids,
+                labels=rows.labels,
+                attention_mask=rows.mask,
+                roles=rows.roles,
+                label_layout="unshifted",
+                loss_dtype="float32",
+                logits_dtype="float32",
+                reported_loss=value if len(micros) == 1 else None,
+                reported_decimals=decimals,
+                **scores,
+            )
+            writer.record("microbatches", {"step": step, "micro": index, "window": job.window})
+
+
+def manifest(reduction: str | None = "token-mean", objective: str | None = "sft", **more: Any) -> dict[str, Any]:
+    training = {"objective": objective, "reduction": reduction, **more}
+    return {"training": {key: value for key, value in training.items() if value is not None}}
+
+
+def said(capsule: Capsule) -> tuple[CapsuleReport, dict[str, Finding]]:
+    """What the rules of the loss say: one finding a rule at most."""
+    report = analyze(capsule, [each for each in all_rules() if each.id.startswith("objective/")])
+    assert not report.errors, report.errors
+    found = {each.rule: each for each in report.findings}
+    assert len(found) == len(report.findings)
+    return report, found
+
+
+def trained(build: Build, loss: Loss, window: int = 1, declared: dict[str, Any] | None = None, **how: Any) -> Capsule:
+    more = {"accumulation_steps": window} if window > 1 else {}
+    return build(
+        lambda writer: capture(writer, Job(window=window), loss, **how),
+        manifest(**more) if declared is None else declared,
+    )
+
+
+NOT_SHIFTED: Loss = lambda job, logits, rows: ce(logits, rows.labels)  # noqa: E731
+
+
+@pytest.mark.fires("objective/labels-not-shifted")
+@pytest.mark.recorded("objective/labels-not-shifted")
+@pytest.mark.parametrize("compact", [False, True])
+def test_labels_that_are_not_shifted_are_confirmed_and_nothing_else_is_named(build: Build, compact: bool) -> None:
+    report, found = said(trained(build, NOT_SHIFTED, compact=compact))
+    assert set(found) == {"objective/labels-not-shifted"}
+    finding = found["objective/labels-not-shifted"]
+    assert (finding.severity, finding.confidence, finding.kind) == ("critical", "confirmed", "divergence")
+    assert finding.where.step == 0
+    assert finding.counterfactual is not None
+    assert finding.counterfactual.classes == (("labels-not-shifted",),)
+    assert finding.counterfactual.candidates[0].off_by < 1e-6 < abs(finding.counterfactual.healthy - 1e-6)
+    assert report.first_divergence is not None
+    assert report.first_divergence.rule == "objective/labels-not-shifted"
+
+
+@pytest.mark.quiet("objective/labels-not-shifted")
+@pytest.mark.quiet("objective/labels-shifted-twice")
+@pytest.mark.quiet("objective/pad-in-loss")
+@pytest.mark.quiet("objective/prompt-in-loss")
+@pytest.mark.quiet("objective/tool-in-loss")
+@pytest.mark.quiet("objective/ignore-index-missing")
+@pytest.mark.quiet("objective/reduction")
+@pytest.mark.quiet("objective/unexplained-loss")
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("decimals", [None, 4, 2])
+def test_the_right_loss_is_quiet_with_and_without_accumulation(build: Build, window: int, decimals: int | None) -> None:
+    report, found = said(trained(build, right, window=window, decimals=decimals))
+    assert not found
+    assert "objective/labels-not-shifted" in report.quiet
+
+
+def test_a_loss_near_zero_on_memorised_text_is_quiet(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        ids = torch.arange(1, LENGTH + 1).repeat(BATCH, 1)
+        logits = 12.0 * F.one_hot(torch.roll(ids, -1, 1), VOCABULARY).float()
+        loss = float(ce(logits[:, :-1], ids[:, 1:]))
+        assert loss < 1e-3
+        writer.batch(step=0, rank=0, input_ids=ids, labels=ids, logits=logits, reported_loss=loss, loss_dtype="float32")
+
+    assert not said(build(fill, manifest()))[1]
+
+
+TWICE: dict[str, Loss] = {
+    "within rows": lambda job, logits, rows: ce(logits[:, :-2], rows.labels[:, 2:]),
+    "over the flattened batch": lambda job, logits, rows: ce(
+        logits.reshape(-1, VOCABULARY)[:-2], rows.labels.reshape(-1)[2:]
+    ),
+    "over rows cut by one": lambda job, logits, rows: ce(
+        logits[:, :-1], F.pad(rows.labels[:, 1:].reshape(-1), (0, 1), value=IGNORE)[1:]
+    ),
+}
+
+
+@pytest.mark.fires("objective/labels-shifted-twice")
+@pytest.mark.recorded("objective/labels-shifted-twice")
+@pytest.mark.parametrize("how", TWICE)
+def test_labels_shifted_twice_are_confirmed_however_the_second_shift_runs(build: Build, how: str) -> None:
+    _, found = said(trained(build, TWICE[how]))
+    assert set(found) == {"objective/labels-shifted-twice"}
+    assert found["objective/labels-shifted-twice"].confidence == "confirmed"
+
+
+def test_variants_that_agree_because_first_tokens_are_masked_are_one_set(build: Build) -> None:
+    # Every row starts with a masked system token: a leak of one token over the row boundary meets an ignored label.
+    _, found = said(trained(build, TWICE["within rows"]))
+    table = found["objective/labels-shifted-twice"].counterfactual
+    assert table is not None
+    assert "labels-shifted-twice" in table.classes[0]
+    assert len(table.classes[0]) > 1
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_collator_that_shifts_is_healthy_and_a_model_that_shifts_again_is_not(build: Build, twice: bool) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        stream = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+        ids, targets = stream[:, :-1], stream[:, 1:]
+        logits = Job(seed=3).model(ids).detach()
+        loss = ce(logits[:, :-1], targets[:, 1:]) if twice else ce(logits, targets)
+        writer.batch(
+            step=0,
+            rank=0,
+            input_ids=ids,
+            labels=targets,
+            logits=logits,
+            reported_loss=float(loss),
+            loss_dtype="float32",
+        )
+
+    _, found = said(build(fill, manifest()))
+    assert set(found) == ({"objective/labels-shifted-twice"} if twice else set())
+
+
+@pytest.mark.fires("objective/labels-not-shifted")
+def test_a_caller_who_shifts_and_forgot_is_seen_as_labels_that_equal_the_inputs(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+        logits = Job(seed=3).model(ids).detach()
+        loss = float(ce(logits, ids))  # y = data[i : i + T] where it should be data[i + 1 : i + T + 1]
+        writer.batch(step=0, rank=0, input_ids=ids, labels=ids, logits=logits, reported_loss=loss, loss_dtype="float32")
+
+    assert set(said(build(fill, manifest()))[1]) == {"objective/labels-not-shifted"}
+
+
+POSITIONS: dict[str, tuple[str, Loss]] = {
+    "padding": ("objective/pad-in-loss", labelled(lambda rows: rows.asked_of(ASSISTANT, PAD))),
+    "the prompt": ("objective/prompt-in-loss", labelled(lambda rows: rows.asked_of(ASSISTANT, SYSTEM, USER))),
+    "tool results": ("objective/tool-in-loss", labelled(lambda rows: rows.asked_of(ASSISTANT, TOOL))),
+    "everything": ("objective/ignore-index-missing", labelled(lambda rows: rows.ids)),
+    "the denominator": (
+        "objective/ignore-index-missing",
+        lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:], "none").mean(),
+    ),
+    "the denominator, whole rows": (
+        "objective/ignore-index-missing",
+        lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:], "sum") / rows.ids.numel(),
+    ),
+}
+
+
+@pytest.mark.fires("objective/pad-in-loss")
+@pytest.mark.fires("objective/prompt-in-loss")
+@pytest.mark.fires("objective/tool-in-loss")
+@pytest.mark.fires("objective/ignore-index-missing")
+@pytest.mark.recorded("objective/pad-in-loss")
+@pytest.mark.recorded("objective/prompt-in-loss")
+@pytest.mark.recorded("objective/tool-in-loss")
+@pytest.mark.recorded("objective/ignore-index-missing")
+@pytest.mark.parametrize("what", POSITIONS)
+def test_what_should_not_count_is_named_where_it_counts(build: Build, what: str) -> None:
+    rule_id, loss = POSITIONS[what]
+    _, found = said(trained(build, loss))
+    assert set(found) == {rule_id}
+    assert found[rule_id].confidence == "confirmed"
+
+
+def test_labels_that_ask_for_padding_are_named_too(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        rows = Rows(torch.Generator().manual_seed(5))
+        logits = Job(seed=5).model(rows.ids).detach()
+        loss = float(ce(logits[:, :-1], rows.ids[:, 1:]))
+        writer.batch(
+            step=0,
+            rank=0,
+            input_ids=rows.ids,
+            labels=rows.ids,
+            attention_mask=rows.mask,
+            logits=logits,
+            reported_loss=loss,
+            loss_dtype="float32",
+        )
+
+    assert set(said(build(fill, manifest()))[1]) == {"objective/pad-in-loss"}
+
+
+REDUCTIONS: dict[str, Loss] = {
+    "sum": lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:], "sum"),
+    "mean-of-micro-batch-means": lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:]) / job.window,
+    "accumulation-not-divided": lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:]),
+}
+
+
+@pytest.mark.fires("objective/reduction")
+@pytest.mark.recorded("objective/reduction")
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_wrong_reduction_over_a_window_is_confirmed_where_the_right_one_is_declared(build: Build, name: str) -> None:
+    _, found = said(trained(build, REDUCTIONS[name], window=3))
+    assert set(found) == {"objective/reduction"}
+    finding = found["objective/reduction"]
+    assert finding.confidence == "confirmed"
+    assert finding.counterfactual is not None
+    assert finding.counterfactual.classes == ((name,),)
+
+
+def test_a_short_window_divided_by_the_configured_length_is_named(build: Build) -> None:
+    loss: Loss = lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:]) / 4  # noqa: E731
+    capsule = trained(build, loss, window=3, declared=manifest(accumulation_steps=4))
+    table = said(capsule)[1]["objective/reduction"].counterfactual
+    assert table is not None
+    assert table.classes == (("configured-window",),)
+
+
+def test_sequence_mean_is_a_fault_only_where_the_token_mean_is_declared(build: Build) -> None:
+    def by_row(job: Job, logits: Tensor, rows: Rows) -> Tensor:
+        return torch.stack([ce(logits[row, :-1], rows.labels[row, 1:]) for row in range(BATCH)]).mean()
+
+    _, found = said(trained(build, by_row))
+    assert found["objective/reduction"].confidence == "confirmed"
+    assert not said(trained(build, by_row, declared=manifest(reduction="sequence-mean")))[1]
+
+
+class TestWithoutADeclaredReduction:
+    """Nobody said which reduction is meant: none can be wrong for sure, but a shift is wrong under each of them."""
+
+    def test_the_token_mean_is_quiet(self, build: Build) -> None:
+        assert not said(trained(build, right, window=3, declared=manifest(reduction=None)))[1]
+
+    def test_a_sum_is_a_remark(self, build: Build) -> None:
+        finding = said(trained(build, REDUCTIONS["sum"], declared=manifest(reduction=None)))[1]["objective/reduction"]
+        assert (finding.severity, finding.confidence) == ("info", "likely")
+
+    def test_a_mean_of_means_is_likely_and_asks_for_the_declaration(self, build: Build) -> None:
+        capsule = trained(build, REDUCTIONS["mean-of-micro-batch-means"], 3, manifest(reduction=None))
+        finding = said(capsule)[1]["objective/reduction"]
+        assert (finding.severity, finding.confidence) == ("warning", "likely")
+        assert any("declare the reduction" in each for each in finding.next)
+
+    def test_labels_that_are_not_shifted_are_still_confirmed(self, build: Build) -> None:
+        finding = said(trained(build, NOT_SHIFTED, declared=manifest(reduction=None)))[1][
+            "objective/labels-not-shifted"
+        ]
+        assert finding.confidence == "confirmed"
+
+
+def test_two_faults_at_once_are_named_together_and_once(build: Build) -> None:
+    loss: Loss = lambda job, logits, rows: ce(logits, rows.labels, "sum")  # noqa: E731
+    _, found = said(trained(build, loss))
+    assert set(found) == {"objective/labels-not-shifted"}
+    table = found["objective/labels-not-shifted"].counterfactual
+    assert table is not None
+    assert table.classes == (("labels-not-shifted + sum",),)
+
+
+def test_two_printed_decimals_are_never_confirmed(build: Build) -> None:
+    _, found = said(trained(build, NOT_SHIFTED, steps=4, decimals=2))
+    assert all(each.confidence != "confirmed" for each in found.values())
+    assert found
+
+
+SMOOTHED: Loss = lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:], label_smoothing=0.1)  # noqa: E731
+
+UNKNOWN: dict[str, Loss] = {
+    "label smoothing": SMOOTHED,
+    "a z-loss": lambda job, logits, rows: right(job, logits, rows) + 1e-2 * (logits.logsumexp(-1) ** 2).mean(),
+    "logits capped after the capture": lambda job, logits, rows: right(job, torch.tanh(logits), rows),
+    "class weights": lambda job, logits, rows: ce(
+        logits[:, :-1], rows.labels[:, 1:], weight=torch.linspace(0.2, 2, VOCABULARY)
+    ),
+    "dropped positions": labelled(
+        lambda rows: torch.where(rows.ids % 3 == 0, torch.full_like(rows.ids, IGNORE), rows.labels)
+    ),
+    "a number of another step": lambda job, logits, rows: right(job, logits, rows) * 0 + 2.345678,
+    "a moving average": lambda job, logits, rows: 0.9 * right(job, logits, rows) + 0.3,
+}
+
+
+@pytest.mark.fires("objective/unexplained-loss")
+@pytest.mark.recorded("objective/unexplained-loss")
+@pytest.mark.parametrize("cause", UNKNOWN)
+def test_a_cause_outside_the_catalogue_is_one_undetermined_finding(build: Build, cause: str) -> None:
+    _, found = said(trained(build, UNKNOWN[cause]))
+    assert set(found) == {"objective/unexplained-loss"}
+    finding = found["objective/unexplained-loss"]
+    assert (finding.confidence, finding.cause) == ("undetermined", None)
+    assert finding.next
+
+
+@pytest.mark.quiet("objective/unexplained-loss")
+def test_a_declared_extra_term_is_no_surprise(build: Build) -> None:
+    declared = {**manifest(), "config": {"trainer": {"label_smoothing_factor": 0.1}}}
+    assert not said(trained(build, SMOOTHED, declared=declared))[1]
+    assert said(trained(build, SMOOTHED, declared={**manifest(), "config": {"label_smoothing_factor": 0}}))[1]
+
+
+@pytest.mark.parametrize("objective", ["masked-lm", "grpo", "dpo"])
+def test_other_objectives_get_no_verdict(build: Build, objective: str) -> None:
+    assert not said(trained(build, NOT_SHIFTED, declared=manifest(objective=objective)))[1]
+
+
+def test_labels_of_a_masked_language_model_are_left_alone_even_where_nobody_says_so(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+        chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(4)) < 0.3
+        labels = torch.where(chosen, ids, torch.full_like(ids, IGNORE))
+        logits = Job().model(torch.where(chosen, torch.zeros_like(ids), ids)).detach()
+        writer.batch(
+            step=0,
+            rank=0,
+            input_ids=torch.where(chosen, torch.zeros_like(ids), ids),
+            labels=labels,
+            logits=logits,
+            reported_loss=float(ce(logits, labels)),
+            loss_dtype="float32",
+        )
+
+    assert not said(build(fill, manifest(objective=None)))[1]
+
+
+def test_packed_rows_may_score_document_boundaries_or_not(build: Build) -> None:
+    def fill(writer: CapsuleWriter, inside: bool) -> None:
+        ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+        segments = (torch.arange(LENGTH) >= 5).long().repeat(BATCH, 1)
+        logits = Job().model(ids).detach()
+        asked = ids.clone()
+        if inside:
+            asked[:, 5] = IGNORE
+        loss = float(ce(logits[:, :-1], asked[:, 1:]))
+        writer.batch(step=0, rank=0, input_ids=ids, labels=ids, segment_ids=segments, logits=logits, reported_loss=loss)
+
+    for inside in (True, False):
+        assert not said(build(lambda writer, inside=inside: fill(writer, inside), manifest()))[1]
+
+
+class TestSeveralRanks:
+    """Two ranks with unequal token counts, each with its own micro-batch."""
+
+    @staticmethod
+    def fill(writer: CapsuleWriter, number: str) -> None:
+        sums, counts, scored = [], [], []
+        for rank in range(2):
+            rows = Rows(torch.Generator().manual_seed(20 + rank))
+            rows.labels[: 2 * rank] = IGNORE
+            logits = Job(seed=9).model(rows.ids).detach()
+            loss = ce(logits[:, :-1], rows.labels[:, 1:], "sum")
+            sums.append(float(loss))
+            counts.append(int((rows.labels[:, 1:] != IGNORE).sum()))
+            scored.append((rows, logits))
+        own = [total / count for total, count in zip(sums, counts, strict=True)]
+        numbers = {
+            "own": own,
+            "mean over ranks": [sum(own) / 2] * 2,
+            "all as one batch": [sum(sums) / sum(counts)] * 2,
+            "one rank's denominator": [sum(sums) / count for count in counts],
+            "times world size": [2 * each for each in own],
+        }[number]
+        for rank, (rows, logits) in enumerate(scored):
+            writer.batch(
+                step=0,
+                rank=rank,
+                input_ids=rows.ids,
+                labels=rows.labels,
+                attention_mask=rows.mask,
+                logits=logits,
+                reported_loss=numbers[rank],
+                loss_dtype="float32",
+            )
+
+    @pytest.mark.parametrize("number", ["own", "mean over ranks", "all as one batch"])
+    def test_a_rank_may_print_its_own_loss_or_that_of_all(self, build: Build, number: str) -> None:
+        declared = {**manifest(), "run": {"world_size": 2}}
+        assert not said(build(lambda writer: self.fill(writer, number), declared))[1]
+
+    @pytest.mark.parametrize("number", ["one rank's denominator", "times world size"])
+    def test_the_scale_of_the_world_is_named(self, build: Build, number: str) -> None:
+        declared = {**manifest(), "run": {"world_size": 2}}
+        _, found = said(build(lambda writer: self.fill(writer, number), declared))
+        assert set(found) == {"objective/reduction"}
+        assert found["objective/reduction"].confidence == "confirmed"
+
+
+def test_a_loss_that_is_not_finite_and_an_incomplete_window_give_no_verdict(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        rows = Rows(torch.Generator().manual_seed(0))
+        logits = Job().model(rows.ids).detach()
+        common = {"rank": 0, "input_ids": rows.ids, "labels": rows.labels, "logits": logits}
+        writer.batch(step=0, reported_loss=float("nan"), **common)
+        writer.batch(step=1, reported_loss=9.0, micro=1, **common)
+        for micro in range(3):
+            writer.record("microbatches", {"step": 1, "micro": micro})
+        writer.batch(step=2, reported_loss=9.0, **{**common, "logits": np.full(logits.shape, np.nan, np.float32)})
+
+    assert not said(build(fill, manifest()))[1]
