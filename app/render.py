@@ -253,7 +253,7 @@ def _lines(heading: str, rows: Sequence[tuple[Finding, str]], width: int) -> lis
             line.append(f"  step {finding.where.step:,}", "cyan")
         table.add_row(heading if not number else "", line)
         room = max(width - _INDENT - len(heading) - 4 - len(lead), 20)
-        words = ending(finding.summary or finding.title, room * 2)
+        words = ending(finding.summary or finding.title, room * (1 if heading == "Noted" else 2))
         table.add_row("", Padding(Text(words, _DIM), (0, 0, 0, len(lead) + 2)))
     if len(rows) > _MOST_LINES:
         table.add_row("", Text(f"and {len(rows) - _MOST_LINES} more", _DIM))

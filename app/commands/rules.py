@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import Literal
 
 import msgspec
@@ -104,9 +105,10 @@ def _document(rule: RuleRow) -> None:
             screen.print(Text(f" {heading.rstrip(':')}", "bold"))
             block = rest
         if block.strip():
+            block = textwrap.dedent(block)
             lines = block.split("\n")
-            flowing = not any(line.startswith((" ", "-", "*", "|")) for line in lines[1:])
-            screen.print(Padding(Text(" ".join(map(str.strip, lines)) if flowing else block), (0, 0, 0, 3)))
+            flowing = not any(line.startswith((" ", "-", "*", "|")) for line in lines)
+            screen.print(Padding(Text(" ".join(lines) if flowing else block), (0, 0, 0, 3)))
     screen.print()
     for name, values in (("Needs", rule.needs), ("Explained by", rule.explained_by), ("Cases", rule.cases)):
         if values:

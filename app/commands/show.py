@@ -49,6 +49,10 @@ class Show(msgspec.Struct, kw_only=True):
     manifest: dict[str, Any]
 
 
+#: Parts of the inventory that the head and the ticks show already.
+_SHOWN_ABOVE = frozenset({"id", "title", "path", "status", "ranks", "replay"})
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("capsule", metavar="CAPSULE", help="the capsule's directory")
@@ -73,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parts(shown: Show) -> list[RenderableType]:
+    from rich.table import Table
     from rich.text import Text
 
     head = Text(" ")
@@ -81,20 +86,20 @@ def _parts(shown: Show) -> list[RenderableType]:
     parts: list[RenderableType] = [head, Text()]
     ready = sum(item.present for item in shown.replay)
     parts.append(Text(f" Replay: {ready} of {len(shown.replay)} present", "bold"))
+    ticks = Table.grid(padding=(0, 2, 0, 0))
     for item in shown.replay:
-        line = Text("   ")
-        line.append("✓" if item.present else "✗", "green" if item.present else "red")
-        line.append(f" {one_line(item.name)}")
-        if item.missing:
-            line.append(f"   lacks {one_line(', '.join(item.missing))}", "bright_black")
-        parts.append(line)
+        lacks = f"lacks {one_line(', '.join(item.missing))}".replace("|", " or ") if item.missing else ""
+        sign = Text("   ✓" if item.present else "   ✗", "green" if item.present else "red")
+        ticks.add_row(sign, Text(one_line(item.name)), Text(lacks, "bright_black"))
+    parts.append(ticks)
     for row in shown.damage:
         line = Text(" ")
         line.append("✗ damaged", "bold red")
         line.append(f"  {one_line(row.where)}: {one_line(row.what)}")
         line.append(f"   lost {one_line(row.lost)}, kept {one_line(row.kept)}", "bright_black")
         parts.append(line)
-    parts += [Text(), Text(" Evidence", "bold"), _tree(shown.inventory)]
+    evidence = {name: value for name, value in shown.inventory.items() if name not in _SHOWN_ABOVE}
+    parts += [Text(), Text(" Evidence", "bold"), _tree(evidence)]
     parts += [Text(), Text(" Manifest", "bold"), _tree(shown.manifest)]
     return parts
 
@@ -127,7 +132,7 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
             summary = ", ".join(f"{key} {each}" for key, each in _flat(rest))
             rows.append((f"{prefix}.{name}" if name else prefix, summary))
         return rows
-    return [] if value is None else [(prefix, f"{value:,}" if type(value) is int and abs(value) > 9999 else str(value))]
+    return [] if value is None else [(prefix, str(value))]
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -176,7 +176,7 @@ class TestRefusals:
             resolve.plan(STATEMENT, dataclasses.replace(incident, status="recording"), now=NOW)
 
     def test_outside_a_repository_the_way_in_is_named(self, incident: Incident, tmp_path: Path):
-        with pytest.raises(StoreError, match="not inside a git repository.*--repo"):
+        with pytest.raises(StoreError, match=r"not inside a git repository.*--repo"):
             resolve.plan(STATEMENT, incident, repo=tmp_path, now=NOW)
 
 
@@ -196,7 +196,7 @@ class TestTheCommit:
         (repository / "staged.py").write_text("staged\n")
         git(repository, "add", "staged.py")
         before = state_of(repository)
-        with pytest.raises(StoreError, match="cases.* on Friday") as caught:
+        with pytest.raises(StoreError, match=r"cases.* on Friday") as caught:
             resolve_now(incident)
         assert "\x1b" not in str(caught.value)
         assert state_of(repository) == before
