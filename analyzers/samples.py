@@ -40,8 +40,8 @@ class Sample:
 class Outlier:
     """The worst sample of a step beside its neighbours and beside what came before.
 
-    ``z`` is in robust standard deviations of the trailing window (NaN without one), ``excess`` its distance from the
-    window's median, ``usual_excess`` the largest distance that the window itself held, ``alone`` whether no other
+    ``z`` is the distance ``excess`` from the trailing window's median in robust standard deviations ``sigma`` (NaN
+    without a window), ``usual_excess`` the largest distance that the window itself held, ``alone`` whether no other
     sample of the step is as far out, and ``share`` its part of the sum over the step's samples.
     """
 
@@ -51,6 +51,7 @@ class Outlier:
     others_finite: bool
     share: float
     z: float
+    sigma: float
     median: float
     excess: float
     usual_excess: float
@@ -131,7 +132,8 @@ def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float
     past = np.array([each.loss for each in before if math.isfinite(each.loss)])
     sample = step[worst]
 
-    z, median, excess, usual_excess, alone = math.nan, math.nan, math.nan, math.nan, len(finite_others) == len(others)
+    z = sigma = median = excess = usual_excess = math.nan
+    alone = len(finite_others) == len(others)
     if past.size:
         median = float(np.median(past))
         sigma = max(float(np.median(np.abs(past - median))) * MAD_TO_SIGMA, MIN_RELATIVE_SPREAD * abs(median), 1e-12)
@@ -150,6 +152,7 @@ def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float
         others_finite=len(finite_others) == len(others) > 0,
         share=sample.loss / total if math.isfinite(total) and total > 0 else math.nan,
         z=z,
+        sigma=sigma,
         median=median,
         excess=excess,
         usual_excess=usual_excess,

@@ -39,7 +39,8 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
         One sample alone is not finite. Or it lies more than 6 robust σ above the trailing median and beyond anything
         in that window, and is worse than a uniform guess over the vocabulary by a nat, or more than half of the loss of
         a step of four or more samples; or, as a warning, more than 10 σ and 2 × beyond. The other samples of the step
-        must be ordinary, and the run must not have left its path before. Short samples are allowed a wider spread.
+        must be ordinary, and the run must not have left its path before. Where it leaves it only more than 20 steps
+        later, the sample is a finding of its own and not the cause. Short samples are allowed a wider spread.
 
     Looks like it but is not:
         Hard text, whose losses have a heavy tail but recur; several samples high at once (the model or the rate); every
@@ -109,8 +110,7 @@ def _others_ordinary(outlier: Outlier) -> bool:
     """Whether the median of the step's other samples is where the window was."""
     if not outlier.others:
         return True
-    sigma = outlier.excess / outlier.z
-    return abs(outlier.others_median - outlier.median) <= T.OTHERS_SIGMA * sigma
+    return abs(outlier.others_median - outlier.median) <= T.OTHERS_SIGMA * outlier.sigma
 
 
 def _ordinary_again(outlier: Outlier, later: Sequence[Sample]) -> bool:
@@ -118,7 +118,7 @@ def _ordinary_again(outlier: Outlier, later: Sequence[Sample]) -> bool:
     losses = [sample.loss for sample in later[: T.SINGLE_AFTER]]
     if len(losses) < T.SINGLE_AFTER:
         return False
-    return float(np.median(losses)) <= outlier.median + T.OTHERS_SIGMA * outlier.excess / outlier.z
+    return float(np.median(losses)) <= outlier.median + T.OTHERS_SIGMA * outlier.sigma
 
 
 def _not_the_sample(capsule: Capsule, step: int) -> bool:
@@ -148,6 +148,8 @@ def _finding(outlier: Outlier, reason: str, guess: float | None, symptom: Sympto
         "share": f"which is {100 * outlier.share:.0f} % of the step's loss",
         "far": f"{outlier.z:.1f} σ above the steps before",
     }[reason]
+    # What goes wrong long after, with the run in order in between, is not this sample's doing.
+    harmless = symptom is not None and symptom.step - sample.step > T.HARM_STEPS
     evidence = [Evidence(name="sample loss", value=sample.loss, unit="nats/token", note=f"sample {sample.id}")]
     if outlier.others:
         evidence.append(
@@ -182,7 +184,8 @@ def _finding(outlier: Outlier, reason: str, guess: float | None, symptom: Sympto
     if sample.length:
         evidence.append(Evidence(name="length", value=sample.length, unit="tokens"))
     return Finding(
-        severity="warning" if reason == "far" else None,
+        severity="warning" if reason == "far" or harmless else None,
+        kind="hygiene" if harmless else None,
         title="One bad sample among good ones",
         summary=f"Sample {sample.id} (step {sample.step}{length}{source}) has a loss of {shown}, {told}"
         + (f"; the others are at {outlier.others_median:.4g}." if outlier.others else "."),

@@ -29,5 +29,7 @@ SHARE_MIN_SAMPLES: Final = 4
 OTHERS_SIGMA: Final = 3.0
 #: A share counts only from this part of the loss at the start: a memorised set has shares of nothing.
 MIN_OF_START: Final = 0.05
+#: Steps within which a bad sample shows its harm.
+HARM_STEPS: Final = 20
 #: Later samples that must be ordinary again where a step has a single sample.
 SINGLE_AFTER: Final = 4

@@ -44,9 +44,10 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         Too high: something went wrong (loss out of its level or not finite, gradient norm 10 × beyond its range, a
         non-finite tensor) and in one of the 20 steps before ‖Δw‖/‖w‖ was 0.1 or more while the gradient norm of that
-        step was ordinary; 0.05 without a warm-up in the first 20 steps. Jump: 10 × or more from one step to the next,
-        and such a symptom within 50 steps. Zero: ten steps that were not skipped, with a loss that does not move.
-        Frozen: one value over 20 steps in which the schedule of the manifest moves by 10 % or more.
+        step was ordinary; 0.05 without a warm-up in the first 20 steps; after 0.4 or more a loss that only bounces is
+        enough, and without any symptom it is info. Jump: 10 × or more from one step to the next, and such a symptom
+        within 50 steps. Zero: ten steps that were not skipped, with a loss that does not move. Frozen: one value over
+        20 steps in which the schedule of the manifest moves by 10 % or more.
 
     Looks like it but is not:
         The large first steps of Adam, about rate ÷ weight size (0.001 ÷ 0.02 = 5 %), after which the loss falls; a bad
@@ -67,7 +68,7 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
     if finding is not None:
         yield finding
         return
-    finding = _zero(capsule, rate) or _frozen(capsule, rate)
+    finding = _zero(capsule, rate) or _frozen(capsule, rate) or _brisk(capsule, rate)
     if finding is not None:
         yield finding
 
@@ -121,6 +122,7 @@ def _too_high(capsule: Capsule, rate: Curve, symptom: Symptom | None) -> Finding
             continue
         if _one_sample(capsule, symptom.step) and value < T.UPDATE_RATIO:
             return None  # the symptom belongs to a sample, and the updates are no more than brisk
+        limit = T.UPDATE_RATIO if value >= T.UPDATE_RATIO else limit
         now = rate.at(step)
         what = "The learning rate is too high" if value >= T.UPDATE_RATIO else "No warm-up for this learning rate"
         rated = f" at learning rate {now:.3g}" if math.isfinite(now) else ""
@@ -152,6 +154,27 @@ def _too_high(capsule: Capsule, rate: Curve, symptom: Symptom | None) -> Finding
             fix=("lower the learning rate until the first updates are a few percent of the weights", "add a warm-up"),
         )
     return None
+
+
+def _brisk(capsule: Capsule, rate: Curve) -> Finding | None:
+    """Steps that replaced the weights in a run that did not break: worth knowing, no fault shown."""
+    ratio = update_ratio(capsule)
+    if not len(ratio) or float(ratio.value.max()) < T.UPDATE_REPLACED:
+        return None
+    step, value = int(ratio.step[ratio.value.argmax()]), float(ratio.value.max())
+    return Finding(
+        severity="info",
+        title="One update replaced much of the weights",
+        summary=f"Step {step} changed the weights by {100 * value:.3g} % of their norm; nothing broke after it.",
+        where=Where(step=step),
+        evidence=(
+            Evidence(name="update_norm / param_norm", value=value, expected=f"< {T.UPDATE_REPLACED:g}"),
+            Evidence(name="learning_rate", value=rate.at(step), note="at that step"),
+        ),
+        cause="a learning rate that is large for these weights",
+        next=("compare the loss after 50 steps with that of a third of the rate",),
+        fix=("a lower rate or a warm-up, if the loss settles lower with it",),
+    )
 
 
 def _weak_symptom(capsule: Capsule, ratio: Curve) -> Symptom | None:

@@ -130,9 +130,14 @@ def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
         # Whatever is large after the first non-finite tensor may be its product.
         large &= stats.step < stats.step[first_bad]
 
+    checked: dict[tuple[str, int], float] = {}
     for row in execution_order(stats, np.flatnonzero(large)):
-        before = history(int(row))
         last = float(stats.absmax[row]) if math.isfinite(stats.absmax[row]) else float(stats.rms[row])
+        tensor = (str(stats.name[row]), int(stats.rank[row]))
+        if last < T.GROWTH_FACTOR * checked.get(tensor, 0.0):
+            continue  # no larger than a record that was not growth
+        checked[tensor] = last
+        before = history(int(row))
         if not mask_fill(stats, int(row)) and growth(before, last):
             return Overflow(int(row), False, True, tuple(before[-T.TRAJECTORY :]))
     return None

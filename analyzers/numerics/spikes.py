@@ -13,7 +13,7 @@ from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..samples import samples_by_step, worst_sample
 from . import thresholds as T
-from .symptoms import Curve, curve, skipped_steps, spread, start_level
+from .symptoms import Curve, curve, first_maximum, skipped_steps, spread, start_level, trailing
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -37,59 +37,40 @@ class Spike:
 
 
 def find_spikes(loss: Curve, gradient: Curve) -> list[Spike]:
-    """Every separate spike of a loss, in step order; the steps of one excursion count once.
-
-    The window of earlier values leaves the values of a running excursion out.
-    """
+    """Every separate spike of a loss, in step order; the steps of one excursion count once."""
     loss = loss.finite()
-    values, found = loss.value, list[Spike]()
-    rise = T.SPIKE_MIN_RISE * start_level(values)
+    values, count = loss.value, len(loss)
+    if not count:
+        return []
+    index = np.arange(count)
+    mean, sigma = trailing(values, T.SPIKE_WINDOW, np.mean), trailing(values, T.SPIKE_WINDOW, np.std)
+    recent = trailing(values, T.RECENT_WINDOW, np.median)
+    never = np.full(count, np.inf)
+    by_noise = np.where((index >= T.SPIKE_MIN_WINDOW) & (sigma > 0), mean + T.SPIKE_SIGMA * sigma, never)
+    by_first = np.where(index >= T.FIRST_STEPS, T.EXPLOSION_FACTOR * values[: T.FIRST_STEPS].max(), never)
+    by_recent = np.where(index >= T.RECENT_WINDOW, T.RECENT_FACTOR * recent, never)
+    rises = values - recent >= T.SPIKE_MIN_RISE * start_level(values)
+
+    found: list[Spike] = []
     blocked = 0
-    for index in range(1, len(values)):
-        if index < blocked:
+    for at in np.flatnonzero(rises & (values > np.minimum(np.minimum(by_noise, by_first), by_recent))).tolist():
+        step, value = int(loss.step[at]), float(values[at])
+        tests = [
+            (float(by_noise[at]), f"mean + {T.SPIKE_SIGMA:g}σ of the previous {min(at, T.SPIKE_WINDOW)}"),
+            (float(by_first[at]), f"{T.EXPLOSION_FACTOR:g} × the maximum of the first {T.FIRST_STEPS}"),
+        ]
+        if value > by_recent[at] and _partner(gradient, step):
+            tests.append((float(by_recent[at]), f"{T.RECENT_FACTOR:g} × the median of the previous {T.RECENT_WINDOW}"))
+        limit, test = min(tests)
+        if at < blocked or value <= limit:
             continue
-        value = float(values[index])
-        window = values[max(0, index - T.SPIKE_WINDOW) : index]
-        recent = values[max(0, index - T.RECENT_WINDOW) : index]
-        level, sigma = float(window.mean()), float(window.std())
-        tests: list[tuple[str, float]] = []
-        if len(window) >= T.SPIKE_MIN_WINDOW and sigma > 0:
-            tests.append((f"mean + {T.SPIKE_SIGMA:g}σ of the previous {len(window)}", level + T.SPIKE_SIGMA * sigma))
-        if index >= T.FIRST_STEPS:
-            tests.append(
-                (
-                    f"{T.EXPLOSION_FACTOR:g} × the maximum of the first {T.FIRST_STEPS}",
-                    T.EXPLOSION_FACTOR * float(values[: T.FIRST_STEPS].max()),
-                )
-            )
-        if len(recent) >= T.RECENT_WINDOW and _partner(gradient, int(loss.step[index])):
-            tests.append(
-                (
-                    f"{T.RECENT_FACTOR:g} × the median of the previous {T.RECENT_WINDOW}",
-                    T.RECENT_FACTOR * float(np.median(recent)),
-                )
-            )
-        failed = [(limit, test) for test, limit in tests if value > limit]
-        if not failed or value - float(np.median(recent)) < rise:
-            continue
-        limit, test = min(failed)
-        usual, robust = spread(recent)
-        back = _back_at(values, index, usual + T.RECOVERY_SIGMA * max(robust, 0.02 * abs(usual)))
-        later = len(values) - 1 - index
-        recovered = True if back is not None else (False if later >= T.RECOVERY_STEPS else None)
-        found.append(
-            Spike(
-                int(loss.step[index]),
-                value,
-                limit,
-                test,
-                usual,
-                sigma,
-                recovered,
-                int(loss.step[back]) if back is not None else None,
-            )
-        )
-        blocked = back if back is not None else len(values)
+        level, robust = spread(values[max(0, at - T.RECENT_WINDOW) : at])
+        back = _back_at(values, at, level + T.RECOVERY_SIGMA * max(robust, 0.02 * abs(level)))
+        seen = count - 1 - at >= T.RECOVERY_STEPS
+        recovered = True if back is not None else (False if seen else None)
+        back_step = int(loss.step[back]) if back is not None else None
+        found.append(Spike(step, value, limit, test, level, float(sigma[at]), recovered, back_step))
+        blocked = back if back is not None else count
     return found
 
 
@@ -145,8 +126,8 @@ def loss_spike(capsule: Capsule) -> Iterator[Finding]:
         Above mean + 6σ of the previous 128 (at least 32), or above 10 × the maximum of the first 100, or above 2 × the
         median of the previous 20 while the gradient norm is above 2 × its own; and by at least 2 % of the loss at the
         start. Back within 30 steps (3 robust σ of the level before): info. Not back: warning. A record that ends inside
-        a spike: warning from 12σ on, info below. The cause is named where samples, loss scale, norms before and after
-        the reduction, or events show it; undetermined otherwise.
+        a spike: warning from 12σ or twice the level on, info below. The cause is named where samples, loss scale, norms
+        before and after the reduction, or events show it; undetermined otherwise.
 
     Looks like it but is not:
         Noise of small batches; the steep fall at the start; ticks once an epoch; a constant loss; jumps of a memorised
@@ -187,7 +168,8 @@ def loss_spike(capsule: Capsule) -> Iterator[Finding]:
 
 def _benign(spike: Spike) -> bool:
     if spike.recovered is None:
-        return spike.sigma > 0 and spike.value < spike.level + T.END_SIGMA * spike.sigma
+        within = min(spike.level + T.END_SIGMA * spike.sigma, T.RECENT_FACTOR * spike.level)
+        return spike.value < within
     return spike.recovered
 
 
@@ -240,7 +222,7 @@ def _spike_cause(capsule: Capsule, step: int) -> tuple[str | None, tuple[Evidenc
         )
         if worst.alone and worst.others:
             return f"one bad sample: {worst.sample.id}", (number,)
-        if worst.others and worst.others_median > worst.median + T.SAMPLE_HIGH * worst.excess / worst.z:
+        if worst.others and worst.others_median > worst.median + T.SAMPLE_HIGH * worst.sigma:
             return "every sample of the step is high: the state of the model or the whole batch", (number,)
     local, reduced = curve(capsule, "grad_norm_local").at(step), curve(capsule, "grad_norm_reduced").at(step)
     world = capsule.manifest.run.world_size if capsule.manifest.run is not None else None
@@ -299,36 +281,36 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
     loss, gradient = curve(capsule, "loss"), curve(capsule, "grad_norm")
     skipped = skipped_steps(capsule)
     keep = ~np.isin(gradient.step, list(skipped))
-    step, value = gradient.step[keep], gradient.value[keep]
+    gradient = Curve(gradient.step[keep], gradient.value[keep])
+    lost = gradient.step[~np.isfinite(gradient.value)]
+    gradient = gradient.finite()
+    step, value = gradient.step, gradient.value
+    first = T.EXPLOSION_FACTOR * first_maximum(value, T.FIRST_STEPS)
+    recent = trailing(value, T.RECENT_WINDOW, np.median)
+    large = (value > first) | ((value > T.GRADIENT_LARGE) & (value > T.GRADIENT_GROWN * recent))
     passed: Finding | None = None
-    for index in range(len(value)):
+    for index in np.flatnonzero(large & (np.arange(len(value)) >= T.MIN_HISTORY) & (recent > 0)).tolist():
         norm, at = float(value[index]), int(step[index])
-        past = value[:index][np.isfinite(value[:index])]
-        if not math.isfinite(norm):
-            yield _explosion(at, norm, math.inf, "finite", lasting=True)
-            return
-        if past.size < T.MIN_HISTORY:
-            continue
-        first = T.EXPLOSION_FACTOR * float(past[: T.FIRST_STEPS].max())
-        recent = float(np.median(past[-T.RECENT_WINDOW :]))
-        beyond = norm > first
-        rising = norm > T.GRADIENT_LARGE and norm > 3 * recent and _loss_rises(loss, at)
-        if not (beyond or rising) or recent <= 0:
+        if lost.size and at > lost[0]:
+            break
+        beyond = norm > first[index]
+        if not beyond and not _loss_rises(loss, at):
             continue
         after = value[index + 1 : index + 1 + T.RECENT_WINDOW]
-        isolated = (
-            after.size > 0 and float(np.median(after)) < norm / T.EXPLOSION_FACTOR and not _loss_stays_up(loss, at)
-        )
+        subsides = after.size > 0 and float(np.median(after)) < norm / T.EXPLOSION_FACTOR
         limit, test = (
-            (first, f"{T.EXPLOSION_FACTOR:g} × the maximum of the first {min(past.size, T.FIRST_STEPS)}")
+            (float(first[index]), f"{T.EXPLOSION_FACTOR:g} × the maximum of the first {min(index, T.FIRST_STEPS)}")
             if beyond
             else (T.GRADIENT_LARGE, "with a rising loss")
         )
-        if not isolated:
+        if not subsides or _loss_stays_up(loss, at):
             yield _explosion(at, norm, limit, test, lasting=True)
             return
         passed = passed or _explosion(at, norm, limit, test, lasting=False)
-    if passed is not None:
+    if lost.size:
+        norm = float(curve(capsule, "grad_norm").at(int(lost[0])))
+        yield _explosion(int(lost[0]), norm, math.inf, "finite", lasting=True)
+    elif passed is not None:
         yield passed
 
 

@@ -26,6 +26,9 @@ Bools = NDArray[np.bool_]
 #: Roles whose −inf alone is a mask at work: attention scores, masked logits, additive masks.
 MAY_BE_MASKED = ("input", "activation", "logits")
 
+#: Windows reduced at a time: bounds the memory of a long series.
+_BLOCK = 1 << 15
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -139,6 +142,37 @@ def first_nonfinite(capsule: Capsule, stats: Any) -> int | None:
     return int(execution_order(stats, rows)[0]) if rows.size else None
 
 
+def trailing(values: Floats, width: int, reduce: Callable[..., Any]) -> Floats:
+    """``reduce`` over the ``width`` values before each one (fewer at the start; NaN for the first).
+
+    Args:
+        values: float64[N].
+        width: length of the window, which ends before the value itself.
+        reduce: a NumPy reduction that takes ``axis``.
+    """
+    found: Floats = np.full(len(values), np.nan)
+    for index in range(1, min(width, len(values))):
+        found[index] = reduce(values[:index], axis=-1)
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)[:-1] if len(values) > width else values[:0]
+    for start in range(0, len(windows), _BLOCK):
+        block = reduce(windows[start : start + _BLOCK], axis=-1)
+        found[width + start : width + start + len(block)] = block
+    return found
+
+
+def deviation(values: Any, axis: int) -> Any:
+    """Robust standard deviation along an axis, in the form that ``trailing`` takes."""
+    return np.median(np.abs(values - np.median(values, axis=axis, keepdims=True)), axis=axis) * MAD_TO_SIGMA
+
+
+def first_maximum(values: Floats, first: int) -> Floats:
+    """Maximum of the values before each one, counting only the first ``first`` (NaN for the first value)."""
+    if not values.size:
+        return values
+    highest = np.maximum.accumulate(values[:first])
+    return np.concatenate([[np.nan], highest, np.full(max(0, len(values) - first - 1), highest[-1])])[: len(values)]
+
+
 def loss_rise(loss: Curve) -> Symptom | None:
     """First finite loss that leaves its earlier level for good or by far.
 
@@ -147,30 +181,36 @@ def loss_rise(loss: Curve) -> Symptom | None:
     """
     finite = loss.finite()
     values = finite.value
-    floor = T.SYMPTOM_OF_START * start_level(values)
-    for index in range(1, len(values)):
-        value = float(values[index])
-        if index < T.SYMPTOM_MIN_HISTORY:
-            limit = T.EARLY_FACTOR * float(values[:index].max())
-            if value > limit > 0:
-                return Symptom(int(finite.step[index]), "loss-rise", value, limit)
-            continue
-        median, sigma = spread(values[max(0, index - T.RECENT_WINDOW) : index])
-        limit = median + max(T.SYMPTOM_SIGMA * sigma, T.SYMPTOM_RELATIVE * abs(median), floor)
-        if value > limit and (index + 1 == len(values) or values[index + 1] > (median + limit) / 2):
-            return Symptom(int(finite.step[index]), "loss-rise", value, limit)
-    return None
+    if len(values) < 2:
+        return None
+    early = np.arange(len(values)) < T.SYMPTOM_MIN_HISTORY
+    median = trailing(values, T.RECENT_WINDOW, np.median)
+    margin = np.maximum(
+        T.SYMPTOM_SIGMA * trailing(values, T.RECENT_WINDOW, deviation), T.SYMPTOM_RELATIVE * abs(median)
+    )
+    later_limit = median + np.maximum(margin, T.SYMPTOM_OF_START * start_level(values))
+    limit = np.where(early, T.EARLY_FACTOR * first_maximum(values, len(values)), later_limit)
+    # The next value confirms a rise; after the last one there is none.
+    stays = np.append(values[1:], np.inf) > (median + limit) / 2
+    rises = np.flatnonzero((values > limit) & (limit > 0) & (stays | early))
+    if not rises.size:
+        return None
+    at = int(rises[0])
+    return Symptom(int(finite.step[at]), "loss-rise", float(values[at]), float(limit[at]))
 
 
 def gradient_rise(gradient: Curve, ignore: frozenset[int]) -> Symptom | None:
     """First gradient norm above 10 × the maximum of the first steps which the next step does not take back."""
     keep = np.isfinite(gradient.value) & ~np.isin(gradient.step, list(ignore))
     step, value = gradient.step[keep], gradient.value[keep]
-    for index in range(T.MIN_HISTORY, len(value)):
-        limit = T.EXPLOSION_FACTOR * float(value[: min(index, T.FIRST_STEPS)].max())
-        if value[index] > limit > 0 and (index + 1 == len(value) or value[index + 1] > limit / T.EXPLOSION_FACTOR):
-            return Symptom(int(step[index]), "gradient-rise", float(value[index]), limit)
-    return None
+    highest = first_maximum(value, T.FIRST_STEPS)
+    stays = np.append(value[1:], np.inf) > highest
+    known = np.arange(len(value)) >= T.MIN_HISTORY
+    rises = np.flatnonzero((value > T.EXPLOSION_FACTOR * highest) & (highest > 0) & stays & known)
+    if not rises.size:
+        return None
+    at = int(rises[0])
+    return Symptom(int(step[at]), "gradient-rise", float(value[at]), T.EXPLOSION_FACTOR * float(highest[at]))
 
 
 def first_symptom(capsule: Capsule) -> Symptom | None:

@@ -19,6 +19,8 @@ MIN_HISTORY: Final = 20
 EXPLOSION_FACTOR: Final = 10.0
 #: Gradient norm that is large by itself, when the loss rises with it.
 GRADIENT_LARGE: Final = 100.0
+#: … and above this multiple of the recent median: with summed losses it is large throughout.
+GRADIENT_GROWN: Final = 3.0
 #: How far above the median of the last 20 a gradient norm is to take part in a spike or a rise.
 GRADIENT_PARTNER: Final = 2.0
 

@@ -1,0 +1,216 @@
+"""numerics/loss-spike and numerics/gradient-explosion: what passes and what does not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.analyzers.training_runs import (
+    STEPS,
+    falling_loss,
+    falling_norm,
+    sample_losses,
+    sample_records,
+    write_scalars,
+)
+
+SPIKE = "numerics/loss-spike"
+EXPLOSION = "numerics/gradient-explosion"
+
+
+def alarms(findings):
+    return [finding for finding in findings if finding.severity != "info"]
+
+
+def scalars(**series):
+    return lambda writer: write_scalars(writer, **series)
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_loss_that_jumps_and_stays_is_a_warning_at_its_onset(build, findings_of):
+    loss = falling_loss(240)
+    loss[150:] += 3.0
+    (finding,) = findings_of(SPIKE, build(scalars(loss=loss, grad_norm=falling_norm(240))))
+    assert (finding.severity, finding.where.step) == ("warning", 150)
+    assert finding.confidence == "undetermined"  # nothing at hand says why
+    assert finding.evidence[0].value == pytest.approx(loss[150])
+    window = loss[22:150]
+    assert finding.evidence[0].expected == f"≤ {window.mean() + 6 * window.std():.4g}"
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_spike_that_recovers_within_thirty_steps_is_info(build, findings_of):
+    loss = falling_loss(240)
+    loss[150:153] += 3.0
+    (finding,) = findings_of(SPIKE, build(scalars(loss=loss)))
+    assert (finding.severity, finding.where.step) == ("info", 150)
+    assert next(e for e in finding.evidence if e.name == "back at step").value == 153
+
+
+@pytest.mark.quiet(SPIKE)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_start_is_quiet(build, findings_of, seed):
+    loss = falling_loss(200, seed=seed, noise=0.3)
+    assert not findings_of(SPIKE, build(scalars(loss=loss, grad_norm=falling_norm(200, seed))))
+
+
+@pytest.mark.quiet(SPIKE)
+def test_a_constant_loss_has_no_spread_and_no_spikes(build, findings_of):
+    assert not findings_of(SPIKE, build(scalars(loss=[2.5] * 100 + [2.5001] * 60)))
+
+
+@pytest.mark.quiet(SPIKE)
+def test_jumps_of_a_memorised_loss_are_nothing(build, findings_of):
+    loss = 5.0 * np.exp(-np.arange(200) / 12)
+    loss[150] = loss[160] = 0.02  # a thousand times its neighbours
+    assert not findings_of(SPIKE, build(scalars(loss=loss, grad_norm=falling_norm(200))))
+
+
+@pytest.mark.quiet(SPIKE)
+def test_ticks_once_an_epoch_are_quiet(build, findings_of):
+    loss = falling_loss(400, noise=0.02)
+    for epoch in range(60, 400, 60):
+        loss[epoch : epoch + 2] += 1.5
+    assert not findings_of(SPIKE, build(scalars(loss=loss)))
+
+
+@pytest.mark.quiet(SPIKE)
+def test_a_resumed_run_has_no_past_to_spike_from(build, findings_of):
+    def fill(writer):
+        writer.scalars("loss", step=list(range(5000, 5030)), value=[2.5] * 20 + [2.7] * 10)
+
+    assert not findings_of(SPIKE, build(fill))
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_small_window_needs_the_gradient_norm_to_agree(build, findings_of):
+    loss, norm = falling_loss(30), falling_norm(30)
+    loss[28:] = 9.0
+    assert not findings_of(SPIKE, build(scalars(loss=loss, grad_norm=norm)))
+    norm[28] = 40.0
+    (finding,) = findings_of(SPIKE, build(scalars(loss=loss, grad_norm=norm)))
+    assert "2 × the median of the previous 20" in finding.summary
+
+
+@pytest.mark.fires(SPIKE)
+def test_ten_times_the_maximum_of_the_first_hundred_is_a_spike_whatever_the_noise(build, findings_of):
+    loss = falling_loss(130)
+    loss[110:] = 70.0
+    loss[60] = 5.4
+    assert findings_of(SPIKE, build(scalars(loss=loss)))[0].where.step == 110
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_record_that_ends_inside_a_large_spike_warns(build, findings_of):
+    loss = np.append(falling_loss(200), 9.0)
+    (finding,) = findings_of(SPIKE, build(scalars(loss=loss)))
+    assert finding.severity == "warning"
+    assert "where the record ends" in finding.summary
+
+
+def cause_of(findings):
+    (finding,) = alarms(findings)
+    assert finding.confidence == "likely"
+    return finding.cause
+
+
+def diverged(**more):
+    loss = falling_loss(200)
+    loss[150:] += 3.0
+    return scalars(loss=loss, **more)
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_bad_sample_is_told_from_a_hard_batch_by_the_others(build, findings_of):
+    for high, word in ((1, "one bad sample: s150.0"), (8, "every sample of the step is high")):
+        losses = sample_losses(200)
+        losses[150] = [loss + 6.0 if row < high else loss for row, loss in enumerate(losses[150])]
+
+        def fill(writer, losses=losses):
+            diverged()(writer)
+            writer.records("samples", sample_records(losses))
+
+        assert word in cause_of(findings_of(SPIKE, build(fill)))
+
+
+@pytest.mark.fires(SPIKE)
+def test_an_overflow_of_the_step_is_a_cause(build, findings_of):
+    overflow = np.zeros(200)
+    overflow[150] = 1
+    assert cause_of(findings_of(SPIKE, build(diverged(overflow=overflow)))) == "the step overflowed"
+
+
+@pytest.mark.fires(SPIKE)
+def test_norms_that_differ_by_the_number_of_ranks_are_a_cause(build, findings_of):
+    capsule = build(
+        diverged(grad_norm_local=np.full(200, 1.0), grad_norm_reduced=np.full(200, 8.02)), {"run": {"world_size": 8}}
+    )
+    assert cause_of(findings_of(SPIKE, capsule)) == "the gradient was scaled by the number of ranks"
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_change_of_mixture_right_before_is_a_cause(build, findings_of):
+    def fill(writer):
+        diverged()(writer)
+        writer.record("events", {"step": 20, "kind": "mixture_changed"})
+        writer.record("events", {"step": 149, "kind": "mixture_changed"})
+
+    assert cause_of(findings_of(SPIKE, build(fill))) == "it follows mixture changed at step 149"
+
+
+@pytest.mark.fires(EXPLOSION)
+def test_ten_times_the_first_hundred_and_staying_is_an_explosion(build, findings_of):
+    norm = falling_norm()
+    norm[130:] = 10.5 * norm[:100].max()
+    (finding,) = findings_of(EXPLOSION, build(scalars(loss=falling_loss(), grad_norm=norm)))
+    assert (finding.severity, finding.where.step) == ("warning", 130)
+    assert finding.evidence[0].expected == f"≤ {10 * norm[:100].max():.4g}"
+
+
+@pytest.mark.quiet(EXPLOSION)
+def test_nine_times_the_first_hundred_is_not(build, findings_of):
+    norm = falling_norm()
+    norm[130:] = 9 * norm[:100].max()
+    assert not findings_of(EXPLOSION, build(scalars(loss=falling_loss(), grad_norm=norm)))
+
+
+@pytest.mark.fires(EXPLOSION)
+def test_more_than_a_hundred_with_a_rising_loss_is_an_explosion(build, findings_of):
+    norm, loss = falling_norm() * 5, falling_loss()
+    norm[130:] = 120.0
+    assert not findings_of(EXPLOSION, build(scalars(loss=loss, grad_norm=norm)))
+    loss[130:] += 2.0
+    assert findings_of(EXPLOSION, build(scalars(loss=loss, grad_norm=norm)))[0].where.step == 130
+
+
+@pytest.mark.quiet(EXPLOSION)
+def test_large_first_gradients_and_summed_losses_are_quiet(build, findings_of):
+    large = falling_norm() * 5000
+    assert not findings_of(EXPLOSION, build(scalars(loss=falling_loss() * 4000, grad_norm=large)))
+    assert not findings_of(
+        EXPLOSION, build(scalars(loss=falling_loss(12), grad_norm=[90, 3, 2, 40, 2, 2, 1, 1, 30, 1]))
+    )
+
+
+@pytest.mark.quiet(EXPLOSION)
+def test_a_step_that_the_scaler_skipped_is_quiet(build, findings_of):
+    norm, overflow = falling_norm(), np.zeros(STEPS)
+    norm[100], overflow[100] = math.inf, 1
+    assert not findings_of(EXPLOSION, build(scalars(loss=falling_loss(), grad_norm=norm, overflow=overflow)))
+
+
+@pytest.mark.fires(EXPLOSION)
+def test_the_same_infinity_without_a_scaler_is_not(build, findings_of):
+    norm = falling_norm()
+    norm[100] = math.inf
+    assert findings_of(EXPLOSION, build(scalars(loss=falling_loss(), grad_norm=norm)))[0].where.step == 100
+
+
+@pytest.mark.fires(EXPLOSION)
+def test_one_large_gradient_after_which_all_is_ordinary_is_info(build, findings_of):
+    norm = falling_norm()
+    norm[120] = 200.0
+    (finding,) = findings_of(EXPLOSION, build(scalars(loss=falling_loss(), grad_norm=norm)))
+    assert (finding.severity, finding.where.step) == ("info", 120)
