@@ -14,7 +14,7 @@ from .arrays import ArrayInfo, Description
 from .dtypes import STORED, Array, Plain, decoded, plain_array
 from .errors import EvidenceError
 from .jsonio import plain
-from .typed import check, salvage
+from .typed import all_floats, check, salvage
 
 #: Arrays of a batch: kind of numbers (i: integers, f: floats) and admitted shapes; a letter is one size per batch.
 BATCH_ARRAYS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -136,7 +136,7 @@ class _Stored:
         self._loaded: dict[str, Array | None] = {}
         self.rank = rank
         self.step = description.step
-        self.attributes = dict(description.attributes)
+        self.attributes: dict[str, Any] = all_floats(description.attributes)
 
     def _bits(self, key: str) -> Array | None:
         if key not in self._description.arrays:

@@ -106,7 +106,9 @@ def number(value: Any, where: str = "") -> float:
 
 
 def plain(value: Any) -> Any:
-    """The value as builtins only: dicts with string keys, lists, str, bool, int, float (non-finite kept), None.
+    """The value as builtins only: dicts with text or integer keys, lists, text, bool, int, float, None.
+
+    Non-finite floats stay floats.
 
     Raises:
         EvidenceError: nested deeper than ``MAX_JSON_DEPTH``, or containing itself.
@@ -120,7 +122,8 @@ def _plain(value: Any, depth: int) -> Any:
     if depth == 0:
         raise EvidenceError(f"a value is nested deeper than {MAX_JSON_DEPTH} levels")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth - 1) for key, item in cast("Mapping[Any, Any]", value).items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key if type(key) in (str, int) else str(key): _plain(item, depth - 1) for key, item in items}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item, depth - 1) for item in cast("Iterable[Any]", value)]
     if isinstance(value, bytes):

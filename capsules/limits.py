@@ -13,8 +13,9 @@ MAX_JSON_DEPTH = 64
 MAX_MANIFEST_BYTES = 16 * MIB
 #: One line of a record stream, of ``names.jsonl`` or of ``arrays.jsonl``.
 MAX_LINE_BYTES = 16 * MIB
-#: One JSON-lines file; of a longer one the newest part is read.
-MAX_LINES_BYTES = 1 * GIB
+#: Bytes and lines of one JSON-lines file; of a longer one the newest part is read.
+MAX_LINES_BYTES = 256 * MIB
+MAX_LINES = 2_000_000
 #: ``scalars.bin`` and ``stats.bin`` of one rank; of a longer one the newest part is read.
 MAX_SCALARS_BYTES = 1 * GIB
 MAX_STATS_BYTES = 256 * MIB

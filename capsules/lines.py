@@ -8,12 +8,12 @@ append; a line that is torn, malformed or fails its checksum is dropped and coun
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from .errors import EvidenceError
 from .jsonio import decode_object, encode
-from .limits import MAX_LINE_BYTES
+from .limits import MAX_LINE_BYTES, MAX_LINES
 
 #: Bytes of ``"crc32":"xxxxxxxx"}``.
 TAIL = 19
@@ -33,28 +33,47 @@ def encode_line(record: dict[str, Any]) -> bytes:
     return b'%s"crc32":"%08x"}\n' % (body, crc32(body))
 
 
+class Line(NamedTuple):
+    """One record: its line number from 1, and whether non-finite numbers may be spelled out in it."""
+
+    number: int
+    record: dict[str, Any]
+    spelled: bool
+
+
 @dataclass
 class Lines:
-    """What one JSON-lines file held: the records with their line numbers (from 1), and what was dropped."""
+    """What one JSON-lines file held: the records, what was dropped and why, and the bytes of a torn last line."""
 
-    records: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
+    records: list[Line] = field(default_factory=list[Line])
     bad: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     torn_bytes: int = 0
+    skipped: int = 0
 
 
 def decode_lines(data: bytes) -> Lines:
-    """Decode a whole JSON-lines file; never raises for what the file holds."""
+    """Decode a JSON-lines file; never raises for what the file holds. Of too many lines the newest are read."""
     lines = Lines()
+    lines.skipped = max(0, data.count(b"\n") - MAX_LINES)
+    if lines.skipped:
+        data = _newest(data, MAX_LINES)
     parts = data.split(b"\n")
-    lines.torn_bytes = len(parts[-1])  # a write that was cut off left no newline
-    for number, line in enumerate(parts[:-1], start=1):
+    lines.torn_bytes = len(parts.pop())  # a write that was cut off left no newline
+    for number, line in enumerate(parts, start=lines.skipped + 1):
         if not line or line.isspace():
             continue
         try:
-            lines.records.append((number, _decode_line(line)))
+            lines.records.append(Line(number, _decode_line(line), b'NaN"' in line or b'Infinity"' in line))
         except EvidenceError as error:
             lines.bad.append((number, error.what))
     return lines
+
+
+def _newest(data: bytes, most: int) -> bytes:
+    at = len(data)
+    for _ in range(most + 1):
+        at = data.rfind(b"\n", 0, at)
+    return data[at + 1 :]
 
 
 def _decode_line(line: bytes) -> dict[str, Any]:

@@ -100,7 +100,13 @@ class RankReader:
 
     def _lines(self, name: str) -> Lines:
         data, skipped = self._tail(name, MAX_LINES_BYTES)
-        lines = decode_lines(data[data.find(b"\n") + 1 :] if skipped else data)
+        try:
+            lines = decode_lines(data[data.find(b"\n") + 1 :] if skipped else data)
+        except MemoryError:
+            self._report(name, "does not fit in memory", lost="the file")
+            return Lines()
+        if lines.skipped:
+            self._report(name, "has more lines than are read", lost=f"oldest {lines.skipped:,} lines")
         kept = f"{len(lines.records):,} lines"
         for number, why in lines.bad:
             self._report(name, why, "the line", kept, at=f"line {number:,}")
@@ -126,7 +132,7 @@ class RankReader:
         """Id → what rows of that id are about; the first line of an id holds."""
         if self._names is None:
             self._names = {}
-            for number, record in self._lines("names.jsonl").records:
+            for number, record, _ in self._lines("names.jsonl").records:
                 try:
                     name = msgspec.convert(record, Name)
                     self._names.setdefault(name.id, name)
@@ -205,7 +211,7 @@ class RankReader:
     def arrays(self) -> list[tuple[Description, ArraysFile]]:
         """Every arrays file that passes its checks, in the order of the index; files not in it come last."""
         indexed: dict[str, Description | None] = {}
-        for number, record in self._lines("arrays.jsonl").records:
+        for number, record, _ in self._lines("arrays.jsonl").records:
             try:
                 description = parse_description(record)
                 name = description.file or ""
@@ -264,8 +270,8 @@ class RankReader:
         kind = stream_type(stream)
         name = f"records/{stream}.jsonl"
         records: list[dict[str, Any]] = []
-        for number, record in self._lines(name).records:
-            for sentence in salvage(record, kind)[1]:
+        for number, record, spelled in self._lines(name).records:
+            for sentence in salvage(record, kind, spelled)[1]:
                 self._report(name, sentence, "the field", at=f"line {number:,}")
             record.setdefault("rank", self.rank)
             records.append(record)

@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import msgspec
@@ -30,6 +30,8 @@ from .typed import check
 #: Seconds after which an append renews the heartbeat.
 HEARTBEAT_EVERY = 5.0
 
+#: What identifies a name inside one kind of rows.
+Key = tuple[Any, ...]
 #: What a norm row is: name, role, dtype, shape, Euclidean norm, micro, call.
 NormRow = tuple[str, str, str, tuple[int, ...], float, int, int]
 
@@ -64,7 +66,8 @@ class RankWriter:
         self.rank = rank
         self._appender = appender
         self._clock = clock
-        self._ids: dict[tuple[Any, ...], int] = {}
+        self._ids: dict[str, dict[Key, int]] = {}
+        self._next_id = 0
         self._counts: dict[str, int] = {}
         self._arrays = 0
         now = clock()
@@ -89,26 +92,21 @@ class RankWriter:
 
     # -- names
 
-    def _identify(self, keys: Sequence[tuple[Any, ...]], describe: Callable[[tuple[Any, ...]], dict[str, Any]]) -> None:
-        """Give every new key an id and write their names, before any row uses them."""
-        lines: list[bytes] = []
-        added: dict[tuple[Any, ...], int] = {}
-        for key in keys:
-            if key not in self._ids and key not in added:
-                added[key] = len(self._ids) + len(added)
-                lines.append(encode_line({"id": added[key], **describe(key)}))
-        if lines:
-            self._append("names.jsonl", b"".join(lines))
-            self._ids.update(added)
-
-    def _ids_of(
-        self, keys: Sequence[tuple[Any, ...]], describe: Callable[[tuple[Any, ...]], dict[str, Any]]
-    ) -> list[int]:
+    def _ids_of(self, kind: str, keys: Iterable[Key]) -> list[int]:
+        """Ids of names; new ones are written first, so that no row is ever without a name."""
+        known = self._ids.setdefault(kind, {})
+        keys = list(keys)
         try:
-            return [self._ids[key] for key in keys]
-        except KeyError:
-            self._identify(keys, describe)
-            return [self._ids[key] for key in keys]
+            return [known[key] for key in keys]
+        except (KeyError, TypeError):
+            described = {key: _DESCRIBE[kind](key) for key in dict.fromkeys(map(_hashable, keys)) if key not in known}
+            added = {key: self._next_id + at for at, key in enumerate(described)}
+            lines = [encode_line({"id": added[key], **names}) for key, names in described.items()]
+            if lines:
+                self._append("names.jsonl", b"".join(lines))
+            known.update(added)
+            self._next_id += len(added)
+            return [known[_hashable(key)] for key in keys]
 
     # -- scalars
 
@@ -117,7 +115,7 @@ class RankWriter:
         step = count(step, "scalars.step")
         if not values:
             return
-        ids = self._ids_of([("scalars", name, "", None) for name in values], _describe_scalar)
+        ids = self._ids_of("scalars", [(name, "", None) for name in values])
         at = _NAN if time is None else time
         rows = bytearray()
         for identity, (name, value) in zip(ids, values.items(), strict=True):
@@ -134,7 +132,7 @@ class RankWriter:
         rows["step"] = steps(step, where, len(values))
         rows["value"] = values
         rows["time"] = _NAN if time is None else column(time, where, "time", len(values))
-        rows["id"] = self._ids_of([("scalars", name, unit, side)], _describe_scalar)[0]
+        rows["id"] = self._ids_of("scalars", [(name, unit, side)])[0]
         if len(rows):
             self._append("scalars.bin", encode_rows(SCALARS, rows))
 
@@ -145,24 +143,24 @@ class RankWriter:
         step, order = count(step, "norms.step"), count(order, "norms.order")
         if not rows:
             return
-        packed = np.empty(len(rows), ROWS[NORMS])
-        packed["id"] = self._ids_of([("norms", *row[:4]) for row in rows], _describe_norm)
         try:
-            packed["norm"] = [row[4] for row in rows]
-            packed["micro"] = [row[5] for row in rows]
-            packed["call"] = [row[6] for row in rows]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise EvidenceError(f"expected norm, micro, call as numbers below 32,768 ({error})", "norms") from None
+            names, roles, dtypes, shapes, norms, micros, calls = zip(*rows, strict=True)
+        except ValueError:
+            raise EvidenceError("expected rows of name, role, dtype, shape, norm, micro, call", "norms") from None
+        packed = np.empty(len(rows), ROWS[NORMS])
+        packed["id"] = self._ids_of("norms", zip(names, roles, dtypes, shapes, strict=True))
+        packed["norm"] = column(norms, "norms", "norm")
+        packed["micro"] = _small(micros, "micro")
+        packed["call"] = _small(calls, "call")
         self._append("stats.bin", encode_rows(NORMS, packed, step=step, order=order))
 
     def stats(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Full rows, and their histograms, in one write."""
-        parsed = [check(row, StatRow, f"stats, record {at}")[1] for at, row in enumerate(rows)]
+        parsed = [check(row, StatRow, f"stats, record {at}")[1] for at, row in enumerate(rows, start=1)]
         if not parsed:
             return
-        ids = self._ids_of([_stat_key(row) for row in parsed], _describe_stat)
         packed = np.empty(len(parsed), ROWS[STATS])
-        packed["id"] = ids
+        packed["id"] = self._ids_of("stats", map(_stat_key, parsed))
         packed["step"] = [row.step for row in parsed]
         packed["order"] = [at if row.order is None else row.order for at, row in enumerate(parsed)]
         for name in ("micro", "call", *COUNTS):
@@ -204,12 +202,13 @@ class RankWriter:
         if stream not in self._counts:
             make_directory(self.directory / "records")
         name = f"records/{stream}.jsonl"
-        pending, size = [], 0
+        pending: list[bytes] = []
+        size = 0
         try:
             for record in records:
-                number_ = self._counts.get(stream, 0)
+                number_ = self._counts.get(stream, 0) + 1
                 line = encode_line(check(record, kind, f"{stream}, record {number_}")[0])
-                self._counts[stream] = number_ + 1
+                self._counts[stream] = number_
                 pending.append(line)
                 size += len(line)
                 if size >= _CHUNK:
@@ -220,8 +219,8 @@ class RankWriter:
                 self._append(name, b"".join(pending))
 
 
-def count(value: Any, where: str) -> int:
-    """A non-negative integer that fits 64 bits.
+def count(value: Any, where: str, below: int = 2**63) -> int:
+    """A non-negative integer that fits the column it is for.
 
     Raises:
         EvidenceError: it is none.
@@ -230,8 +229,8 @@ def count(value: Any, where: str) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise EvidenceError(f"found {value!r:.60}, expected a count", where)
         value = value.__index__()
-    if not 0 <= value < 2**63:
-        raise EvidenceError(f"found {value!r:.60}, expected a count of at least 0 and below 2^63", where)
+    if not 0 <= value < below:
+        raise EvidenceError(f"found {value!r:.60}, expected a count of at least 0 and below {below:,}", where)
     return value
 
 
@@ -241,19 +240,27 @@ def column(value: Any, where: str, name: str, length: int | None = None) -> np.n
     Raises:
         EvidenceError: naming the row that holds something else, or the lengths that differ.
     """
-    items = value.tolist() if hasattr(value, "tolist") else value
-    listed: list[Any] = (
-        list(items)
-        if isinstance(items, list | tuple | range) or (hasattr(items, "__iter__") and not isinstance(items, str))
-        else [items]
-    )
+    listed = _listed(value)
     if length is not None and len(listed) != length:
         if len(listed) != 1:
             raise EvidenceError(f"{len(listed)} entries of {name} for {length} values", where)
         listed = listed * length
     if all(type(each) is float for each in listed):
         return np.array(listed, np.float64)
-    return np.array([number(each, f"{where}, row {at}, {name}") for at, each in enumerate(listed)], np.float64)
+    return np.array([number(each, f"{where}, row {at}, {name}") for at, each in enumerate(listed, 1)], np.float64)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A column as a list, from a scalar, a sequence, an array or a tensor."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    return list(cast("Iterable[Any]", items)) if isinstance(items, Iterable) and type(items) is not str else [items]
+
+
+def _small(values: Sequence[Any], name: str) -> list[int]:
+    """Indices of a norm row: from -1 (not known) to 32,767."""
+    if all(type(each) is int and -1 <= each < 2**15 for each in values):
+        return list(values)
+    return [count(each, f"norms, row {at}, {name}", below=2**15) for at, each in enumerate(values, 1)]
 
 
 def steps(value: Any, where: str, length: int) -> np.ndarray[Any, Any]:
@@ -262,29 +269,42 @@ def steps(value: Any, where: str, length: int) -> np.ndarray[Any, Any]:
     Raises:
         EvidenceError: naming the row that holds no count, or the lengths that differ.
     """
-    items = value.tolist() if hasattr(value, "tolist") else value
-    listed: list[Any] = [items] if hasattr(items, "__index__") else list(items)
+    listed = _listed(value)
     if len(listed) != length:
         raise EvidenceError(f"{len(listed)} steps for {length} values", where)
-    return np.array([count(each, f"{where}, row {at}, step") for at, each in enumerate(listed)], np.int64)
+    return np.array([count(each, f"{where}, row {at}, step") for at, each in enumerate(listed, 1)], np.int64)
 
 
-def _describe_scalar(key: tuple[Any, ...]) -> dict[str, Any]:
-    _, name, unit, side = key
+def _hashable(key: Key) -> Key:
+    """A key whose shape came as a list."""
+    return tuple(tuple(cast("list[Any]", each)) if isinstance(each, list) else each for each in key)
+
+
+def _describe_scalar(key: Key) -> dict[str, Any]:
+    name, unit, side = key
+    if not isinstance(name, str):
+        raise EvidenceError(f"name is {name!r:.60}, expected str", "scalars")
     named = {"table": "scalars", "name": name, "unit": unit or UNITS.get(name, "")}
     return named | ({"side": side} if side else {})
 
 
-def _describe_norm(key: tuple[Any, ...]) -> dict[str, Any]:
-    _, name, role, dtype, shape = key
+def _describe_norm(key: Key) -> dict[str, Any]:
+    name, role, dtype, shape = key
     row = check({"step": 0, "name": name, "role": role, "dtype": dtype, "shape": shape}, StatRow, "norms")[1]
     return {"table": "stats", "name": row.name, "role": row.role, "dtype": row.dtype, "shape": row.shape}
 
 
-def _stat_key(row: StatRow) -> tuple[Any, ...]:
-    return ("stats", row.name, row.role, row.dtype, row.shape, row.stride, row.device)
+def _stat_key(row: StatRow) -> Key:
+    return (row.name, row.role, row.dtype, row.shape, row.stride, row.device)
 
 
-def _describe_stat(key: tuple[Any, ...]) -> dict[str, Any]:
-    fields = dict(zip(("table", "name", "role", "dtype", "shape", "stride", "device"), key, strict=True))
-    return {name: value for name, value in fields.items() if value not in (None, "")}
+def _describe_stat(key: Key) -> dict[str, Any]:
+    fields = dict(zip(("name", "role", "dtype", "shape", "stride", "device"), key, strict=True))
+    return {"table": "stats"} | {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+_DESCRIBE: dict[str, Callable[[Key], dict[str, Any]]] = {
+    "scalars": _describe_scalar,
+    "norms": _describe_norm,
+    "stats": _describe_stat,
+}

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from .limits import MAX_INT64
+from .limits import MAX_DIMENSIONS, MAX_INT64
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +31,8 @@ Role = Literal[
 ]
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT64)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+Stride = Annotated[tuple[int, ...], Meta(max_length=MAX_DIMENSIONS)]
 Small = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 #: Units of the standard scalars, used where the writer gives none.
@@ -65,8 +67,8 @@ class Name(msgspec.Struct, frozen=True, kw_only=True):
     side: str | None = None
     role: str = ""
     dtype: str = ""
-    shape: tuple[Count, ...] = ()
-    stride: tuple[int, ...] | None = None
+    shape: Shape = ()
+    stride: Stride | None = None
     device: str = ""
 
 
@@ -78,8 +80,8 @@ class StatRow(msgspec.Struct, kw_only=True):
     role: Role
     order: Small | None = None
     dtype: str = ""
-    shape: tuple[Count, ...] = ()
-    stride: tuple[int, ...] | None = None
+    shape: Shape = ()
+    stride: Stride | None = None
     device: str = ""
     numel: Count | None = None
     nan: Count | None = None

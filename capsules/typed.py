@@ -15,9 +15,10 @@ from .jsonio import NON_FINITE, plain
 
 T = TypeVar("T")
 
-_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at `(?:key` in `)?(?P<path>[^`]*)`$")
 _PARTS = re.compile(r"\.([^.\[]+)|\[(\d+)\]|(\[\.\.\.\])")
-_MAX_FAULTS = 200
+#: Faults of one object that are named one by one; after them a wrong field takes its whole top-level field along.
+_MAX_FAULTS = 50
 
 
 def check(value: Any, kind: type[T], where: str) -> tuple[dict[str, Any], T]:
@@ -41,39 +42,38 @@ def check(value: Any, kind: type[T], where: str) -> tuple[dict[str, Any], T]:
     try:
         return mapping, msgspec.convert(mapping, kind)
     except msgspec.ValidationError as error:
-        fault = _fault(mapping, error)
-        raise EvidenceError(fault.sentence, where) from None
+        raise EvidenceError(_fault(mapping, kind, error).sentence, where) from None
 
 
-def salvage(value: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
+def salvage(value: dict[str, Any], kind: type[T], spelled: bool = True) -> tuple[T, list[str]]:
     """Read an object as far as its fields have the right types.
 
     Args:
         value: a decoded JSON object; fields of a wrong type are taken out of it, non-finite strings become floats.
         kind: a Struct type with a default for every field.
+        spelled: whether the object may hold non-finite numbers as strings.
 
     Returns:
         The typed value, and one sentence for each field that was left out.
     """
-    floats(value, kind)
+    if spelled:
+        floats(value, kind)
     sentences: list[str] = []
-    for _ in range(_MAX_FAULTS):
+    while True:
         try:
             return msgspec.convert(value, kind), sentences
         except msgspec.ValidationError as error:
-            fault = _fault(value, error)
+            fault = _fault(value, kind, error)
             sentences.append(fault.sentence)
-            fault.remove()
-    value.clear()
-    return msgspec.convert(value, kind), [*sentences, "too many fields have a wrong type; none was read"]
+            fault.remove(whole=len(sentences) > _MAX_FAULTS)
 
 
 class _Fault:
     """The field that an error of msgspec is about."""
 
-    def __init__(self, root: Any, path: list[str | int], expected: str) -> None:
+    def __init__(self, root: dict[str, Any], path: list[str | int], expected: str) -> None:
         self.chain: list[tuple[Any, Any]] = []  # (holder, key) from the root to the field
-        value = root
+        value: Any = root
         seen = ""
         for part in path:
             if part == "[...]":  # msgspec does not say which value of a mapping
@@ -81,16 +81,18 @@ class _Fault:
             self.chain.append((value, part))
             value = value[part]
             seen += f"[{part}]" if isinstance(part, int) else f".{part}" if seen else str(part)
+        self._root = root
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         self.sentence = f"field {seen or '(the whole)'} is {shown}, expected {expected}"
 
-    def remove(self) -> None:
+    def remove(self, whole: bool) -> None:
         """Take the field out; a list with one wrong element goes as a whole, since positions mean something."""
-        for holder, key in reversed(self.chain):
+        for holder, key in self.chain[:1] if whole else reversed(self.chain):
             if isinstance(holder, dict):
                 del holder[key]
                 return
+        self._root.clear()
 
 
 def _fits(value: Any, expected: str) -> bool:
@@ -111,7 +113,7 @@ def _fits(value: Any, expected: str) -> bool:
     return isinstance(value, kinds[word[1]])
 
 
-def _fault(root: Any, error: msgspec.ValidationError) -> _Fault:
+def _fault(root: dict[str, Any], kind: type[Any], error: msgspec.ValidationError) -> _Fault:
     text = str(error)
     found = _PATH.search(text)
     path: list[str | int] = []
@@ -121,15 +123,35 @@ def _fault(root: Any, error: msgspec.ValidationError) -> _Fault:
             path.append(int(index) if index else "[...]" if anything else name)
     expected = text.removeprefix("Expected ").partition(", got ")[0].replace("`", "").replace(" | null", "")
     if expected.startswith("Invalid enum value"):
-        expected = "one of the words of the format"
+        expected = _words(inspect.type_info(kind), path)
+    elif "out of range" in expected:
+        expected = "a number that fits 64 bits"
     return _Fault(root, path, expected)
+
+
+def _words(info: inspect.Type, path: list[str | int]) -> str:
+    """The words that are allowed at a path, for the message."""
+    if isinstance(info, inspect.UnionType):
+        return next((words for each in info.types if (words := _words(each, path))), "")
+    if isinstance(info, inspect.LiteralType):
+        return " or ".join(str(each) for each in info.values)
+    if path and isinstance(info, inspect.StructType):
+        return next((_words(each.type, path[1:]) for each in info.fields if each.encode_name == path[0]), "")
+    if path and isinstance(info, inspect.ListType | inspect.VarTupleType):
+        return _words(info.item_type, path[1:])
+    if path and isinstance(info, inspect.DictType):
+        return _words(info.value_type, path[1:])
+    return ""
 
 
 Convert = Callable[[Any], Any]
 
 
 def floats(value: Any, kind: type[Any]) -> Any:
-    """Turn the strings NaN, Infinity and -Infinity into floats in every field that holds a number; in place."""
+    """Turn the strings NaN, Infinity and -Infinity into floats, in place.
+
+    In fields that hold a number, and in fields that ``kind`` does not know; text and free-form fields stay.
+    """
     converter = _converter_of(kind)
     return converter(value) if converter else value
 
@@ -144,8 +166,7 @@ def _converter(info: inspect.Type) -> Convert | None:
     if isinstance(info, inspect.FloatType):
         return lambda value: NON_FINITE.get(value, value) if type(value) is str else value
     if isinstance(info, inspect.StructType):
-        fields = {each.encode_name: found for each in info.fields if (found := _converter(each.type))}
-        return _in_struct(fields) if fields else None
+        return _in_struct({each.encode_name: _converter(each.type) for each in info.fields})
     if isinstance(info, inspect.ListType | inspect.VarTupleType):
         inner = _converter(info.item_type)
         return _in_list(inner) if inner else None
@@ -158,16 +179,28 @@ def _converter(info: inspect.Type) -> Convert | None:
     return None
 
 
-def _in_struct(fields: dict[str, Convert]) -> Convert:
+def _in_struct(fields: dict[str, Convert | None]) -> Convert:
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
             mapping = cast("dict[str, Any]", value)
-            for name, inner in fields.items():
-                if name in mapping:
-                    mapping[name] = inner(mapping[name])
+            for name, item in mapping.items():
+                inner = fields.get(name, all_floats)
+                if inner is not None:
+                    mapping[name] = inner(item)
         return cast("Any", value)
 
     return convert
+
+
+def all_floats(value: Any) -> Any:
+    """A JSON value with every string NaN, Infinity or -Infinity as a float."""
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: all_floats(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [all_floats(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def _in_list(inner: Convert) -> Convert:
