@@ -6,15 +6,18 @@ value in it was not finite, so a curve is never joined across a hole.
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
-@dataclass(frozen=True)
-class Columns:
+class Columns(msgspec.Struct, frozen=True):
     """One entry a pixel column. ``low``, ``high``, ``first`` and ``last`` are None where no value can be drawn.
 
     Attributes:
@@ -57,6 +60,8 @@ def reduce_to_columns(
         stop: right edge, exclusive; one past the last step where it is None.
         log: values that are not positive cannot be drawn on this axis and become the mark ``z``.
     """
+    import numpy as np  # the screen imports the type above, and must not pay for numpy
+
     if len(step) == 0:
         empty: list[float | None] = [None] * columns
         return Columns(start or 0.0, stop or 1.0, empty, empty, empty, empty, [""] * columns, 0)
@@ -71,7 +76,7 @@ def reduce_to_columns(
         order = np.argsort(step, kind="stable")
         step, value = step[order], value[order]
     bounds = np.searchsorted(step, edges, side="left")
-    cells = [_column(value[begin:end], log) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    cells = [_column(value[begin:end], log) for begin, end in itertools.pairwise(bounds)]
     low, high, first, last, marks = (list(each) for each in zip(*cells, strict=True))
     return Columns(left, right, low, high, first, last, marks, len(value))
 
@@ -85,6 +90,8 @@ def _column(
     low, high = float(values.min()), float(values.max())  # either carries a NaN: one pass tells that all is well
     if math.isfinite(low) and math.isfinite(high) and (low > 0 or not log):
         return low, high, float(values[0]), float(values[-1]), ""
+    import numpy as np
+
     finite = np.isfinite(values)
     drawable = finite & (values > 0) if log else finite
     signs = (np.isnan(values), np.isposinf(values), np.isneginf(values), finite & ~drawable)

@@ -14,6 +14,10 @@ import threading
 from typing import Any
 
 
+#: What the loader of shared libraries says where an allocation would raise MemoryError.
+_NO_MEMORY = ("failed to map segment", "annot allocate memory", "cannot create shared object")
+
+
 def main() -> None:
     """Serve until the input ends."""
     # The answers get a descriptor of their own; whatever code here prints, even from C, goes to standard error.
@@ -59,11 +63,17 @@ def _limit_memory(size: int) -> None:
 def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     from ..capsules.errors import EvidenceError
     from ..capsules.jsonio import plain
-    from . import answers, looks
+    from .answers import METHODS
 
-    methods = {**answers.METHODS, **looks.METHODS}
     try:
-        return {"result": plain(methods[method](**params))}
+        function = METHODS.get(method)
+        if function is None:
+            from .looks import find
+
+            function = find(method)
+        if function is None:
+            return {"error": {"kind": "failed", "message": f"the worker knows no method {method}"}}
+        return {"result": plain(function(**params))}
     except EvidenceError as error:
         return {"error": {"kind": "refused", "message": str(error)}}
     except MemoryError:
@@ -71,6 +81,8 @@ def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     except RecursionError:
         return {"error": {"kind": "refused", "message": f"{method}: the input is nested too deeply to be read"}}
     except Exception as error:
+        if isinstance(error, OSError | ImportError) and any(words in str(error) for words in _NO_MEMORY):
+            return {"error": _out_of_memory(method)}
         import traceback
 
         traceback.print_exc()

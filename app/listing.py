@@ -1,0 +1,172 @@
+"""The capsules of a directory, read lightly and only where something changed: manifest and heartbeats, no evidence.
+
+Runs in the worker, which keeps one ``Lister`` a directory. Changes are found by what the file system says of the few
+small files that are replaced as a job goes on; nothing else is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+#: Capsules shown at most; a directory that holds more says so.
+MAX_ENTRIES = 10_000
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the list. ``changed`` is Unix seconds of the last write; ``problem`` says why it cannot be read."""
+
+    path: str
+    name: str
+    id: str = ""
+    title: str = ""
+    status: str = ""
+    phase: str = ""
+    trigger: str = ""
+    message: str = ""
+    step: int | None = None
+    changed: float = 0.0
+    incident: str = ""
+    problem: str = ""
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """The capsules of a directory at one moment; ``version`` grows exactly when an entry changed."""
+
+    directory: str
+    version: int
+    entries: tuple[Entry, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An entry with what the file system said when it was read."""
+
+    stamp: tuple[object, ...]
+    entry: Entry
+
+
+class Lister:
+    """Lists one directory again and again.
+
+    Args:
+        directory: where capsules appear.
+        clock: Unix seconds; a recording without a heartbeat becomes stale by the clock alone.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+        self.directory = directory
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+        self._version = 0
+        self._last = Listing(directory=str(directory), version=-1)
+
+    def listing(self) -> Listing:
+        """The directory as it is now. Never raises: what cannot be read is a row with words."""
+        problem = ""
+        names: list[str] = []
+        try:
+            with os.scandir(self.directory) as found:
+                names = [each.name for each in found if _may_be_capsule(each)]
+        except OSError as error:
+            problem = f"{self.directory}: {error.strerror or error}; choose another with llmconsole DIR"
+        if len(names) > MAX_ENTRIES:
+            problem = f"{len(names):,} capsules; the {MAX_ENTRIES:,} first by name are shown"
+            names = sorted(names)[:MAX_ENTRIES]
+        self._seen = {name: seen for name in names if (seen := self._look(name)) is not None}
+        entries = tuple(seen.entry for seen in self._seen.values())
+        if entries != self._last.entries or problem != self._last.problem:
+            self._version += 1
+        self._last = Listing(directory=str(self.directory), version=self._version, entries=entries, problem=problem)
+        return self._last
+
+    def _look(self, name: str) -> _Seen | None:
+        path = self.directory / name
+        stamp = stamp_of(path)
+        if stamp is None:
+            return None
+        before = self._seen.get(name)
+        # A live capsule is looked at each time: whether it still lives is a question of the clock.
+        if before is not None and before.stamp == stamp and before.entry.status != "recording":
+            return before
+        return _Seen(stamp, self._read(path, stamp))
+
+    def _read(self, path: Path, stamp: tuple[object, ...]) -> Entry:
+        from ..capsules import Capsule, EvidenceError  # the screen imports the types above, and nothing heavy with them
+
+        changed = max((each for each in stamp if isinstance(each, float)), default=0.0)
+        try:
+            capsule = Capsule.open(path, clock=self._clock)
+            trigger = capsule.trigger
+            return Entry(
+                path=str(path),
+                name=path.name,
+                id=capsule.id,
+                title=capsule.title,
+                status=capsule.status,
+                phase=capsule.manifest.phase or "",
+                trigger=(trigger.kind or "") if trigger else "",
+                message=(trigger.message or "") if trigger else "",
+                step=trigger.step if trigger and trigger.step is not None else capsule.last_step,
+                changed=changed,
+                incident=_incident(path),
+            )
+        except EvidenceError as error:
+            return Entry(path=str(path), name=path.name, title=path.name, changed=changed, problem=str(error))
+        except Exception as error:  # one strange capsule must not empty the list
+            problem = f"{type(error).__name__}: {error}"
+            return Entry(path=str(path), name=path.name, title=path.name, changed=changed, problem=problem)
+
+
+def _may_be_capsule(entry: os.DirEntry[str]) -> bool:
+    if entry.name.startswith("."):
+        return False
+    try:
+        return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and entry.is_dir())
+    except OSError:
+        return False
+
+
+def stamp_of(path: Path) -> tuple[object, ...] | None:
+    """Modification times and sizes of the files that tell of a change; None where there is no capsule.
+
+    A directory without permission has a stamp too: it is a row that says so.
+    """
+    stamp: list[object] = []
+    try:
+        manifest = os.lstat(path / "capsule.json")
+        stamp += [manifest.st_mtime, manifest.st_size, manifest.st_ino]
+    except PermissionError:
+        return ("no permission",) if path.name.endswith(".capsule") else None
+    except OSError:
+        return None
+    try:
+        with os.scandir(path / "ranks") as ranks:
+            for rank in ranks:
+                for name in ("rank.json", "scalars.bin"):
+                    try:
+                        state = os.lstat(f"{rank.path}/{name}")
+                    except OSError:
+                        continue
+                    stamp += [state.st_mtime, state.st_size]
+    except OSError:
+        pass  # no rank yet, or no permission: the manifest's stamp stands for both
+    with contextlib.suppress(OSError):
+        stamp.append(os.lstat(path / "incident.json").st_mtime)
+    return tuple(stamp)
+
+
+def _incident(path: Path) -> str:
+    from .casebook.incident import IncidentError, read_incident
+
+    try:
+        return str(read_incident(path).get("status", ""))
+    except IncidentError:
+        return ""

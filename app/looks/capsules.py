@@ -1,0 +1,65 @@
+"""The list of capsules, and what one of them holds. Keeps capsules open between looks, until they change."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+from ...capsules import Capsule
+from ..listing import Lister, Listing, stamp_of
+from .types import Contents
+
+#: Capsules kept open between looks; a capsule that changed is opened again.
+_KEPT = 4
+
+_listers: dict[str, Lister] = {}
+_open: OrderedDict[str, tuple[object, Capsule]] = OrderedDict()
+
+#: Evidence that views ask for, by the names that rules use too.
+_EVIDENCE = (
+    "stats",
+    "batches.input_ids",
+    "records.memory",
+    "records.allocations",
+    "records.segments",
+    "records.ranks",
+    "records.collectives",
+    "records.requests",
+)
+
+
+def listing(directory: str, known: int = -1) -> Listing | None:
+    """The capsules of a directory, or None where nothing changed since version ``known``."""
+    lister = _listers.setdefault(directory, Lister(Path(directory)))
+    found = lister.listing()
+    return None if found.version == known else found
+
+
+def contents(path: str) -> Contents:
+    """What a capsule holds, by view."""
+    capsule = opened(path)
+    return Contents(
+        status=capsule.status,
+        ranks=capsule.ranks,
+        series=tuple(dict.fromkeys(key.name for key in capsule.scalar_keys())),
+        has={name: capsule.has(name) for name in _EVIDENCE},
+        trigger_step=capsule.trigger.step if capsule.trigger else None,
+    )
+
+
+def opened(path: str) -> Capsule:
+    """A capsule, kept open until it changes.
+
+    Raises:
+        EvidenceError: it cannot be read.
+    """
+    stamp = stamp_of(Path(path))
+    if path in _open and _open[path][0] == stamp and stamp is not None:
+        _open.move_to_end(path)
+        return _open[path][1]
+    capsule = Capsule.open(os.fspath(path))
+    _open[path] = (stamp, capsule)
+    while len(_open) > _KEPT:
+        _open.popitem(last=False)
+    return capsule

@@ -1,0 +1,110 @@
+"""Every action of the console in one table: keys, palette, help, footer and the README are made from it.
+
+A key can be changed by the action's id in ``keys.toml`` (``llmconsole doctor`` says where): ``"case.search" = "f5"``.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from textual.binding import Binding
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing a user can do.
+
+    Attributes:
+        id: stable name, by which a key is re-mapped.
+        scope: screen it works on: ``app`` (everywhere), ``home``, ``capsule``, ``cases`` …
+        keys: default keys, comma separated, in Textual's names.
+        label: one or two words for the footer; empty keeps it out of there.
+        description: one sentence for help and palette.
+        method: the Textual action it runs, on the screen or on the app (``app.`` prefix).
+    """
+
+    id: str
+    scope: str
+    keys: str
+    label: str
+    description: str
+    method: str
+
+
+#: Keys avoided on purpose: Alt, and ctrl+a b s q h i j m, which terminals, tmux and screen take for themselves.
+ACTIONS: tuple[Action, ...] = (
+    Action("app.help", "app", "question_mark", "help", "What the keys do here", "app.help"),
+    Action("app.palette", "app", "colon", "palette", "Find an action by name", "app.command_palette"),
+    Action("app.cases", "app", "c", "cases", "Search the case log", "app.cases"),
+    Action("app.mouse", "app", "percent_sign", "", "Mouse off or on, to select text with the terminal", "app.mouse"),
+    Action("app.theme", "app", "T", "", "Next theme; one of them uses the terminal's own colours", "app.next_theme"),
+    Action("app.suspend", "app", "ctrl+z", "", "Into the background (fg brings it back)", "app.suspend_process"),
+    Action("app.quit", "app", "q", "quit", "Leave the console", "app.quit"),
+    Action("home.open", "home", "enter", "open", "Open the capsule", "open"),
+    Action("home.filter", "home", "slash", "filter", "Show only capsules that hold these words", "filter"),
+    Action("home.pause", "home", "space", "", "Hold the view still; recording and reading go on", "pause"),
+    Action("capsule.close", "capsule", "escape", "back", "Back to the list", "close"),
+    *(
+        Action(f"capsule.view-{number}", "capsule", str(number), "", f"View {number}", f"view({number})")
+        for number in range(1, 10)
+    ),
+    Action("timelines.right", "timelines", "right,l", "", "Move the step cursor to the right", "cursor(1)"),
+    Action("timelines.left", "timelines", "left,h", "step", "Move the step cursor to the left", "cursor(-1)"),
+    Action("timelines.next-event", "timelines", "n", "event", "Next event", "event(1)"),
+    Action("timelines.previous-event", "timelines", "N", "", "Previous event", "event(-1)"),
+    Action("timelines.in", "timelines", "plus,equals_sign", "zoom", "Zoom in around the cursor", "zoom(0.5)"),
+    Action("timelines.out", "timelines", "minus", "", "Zoom out", "zoom(2.0)"),
+    Action("timelines.whole", "timelines", "0", "whole", "All steps, without the cursor", "whole"),
+    Action("timelines.log", "timelines", "y", "log", "Linear or logarithmic value axis", "log"),
+    Action("timelines.down", "timelines", "down,j", "", "Next series", "scroll_series(1)"),
+    Action("timelines.up", "timelines", "up,k", "", "Previous series", "scroll_series(-1)"),
+)
+
+
+def bindings(scope: str) -> list[Binding]:
+    """Textual bindings of one scope; ids let a key map replace the keys."""
+    from textual.binding import Binding
+
+    return [
+        Binding(each.keys, each.method, each.label or each.description, show=bool(each.label), id=each.id)
+        for each in ACTIONS
+        if each.scope == scope and each.keys
+    ]
+
+
+def load_keymap(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Read a key map: action id → keys.
+
+    Returns:
+        The usable entries, and one line for each that is not: a wrong key map must not keep anyone from the console.
+    """
+    if not path.exists():
+        return {}, []
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return {}, [f"{path.name}: not read ({error}); the default keys are in use"]
+    known = {each.id for each in ACTIONS}
+    keymap: dict[str, str] = {}
+    warnings: list[str] = []
+    for name, keys in _flatten(table):
+        if name not in known:
+            warnings.append(f"{path.name}: no action {name!r}; ? lists them")
+        elif not isinstance(keys, str) or not keys:
+            warnings.append(f"{path.name}: {name} needs a key in quotes")
+        else:
+            keymap[name] = keys
+    return keymap, warnings
+
+
+def _flatten(table: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    """TOML reads ``app.help = "f1"`` as a table in a table; both spellings mean the action ``app.help``."""
+    flat: list[tuple[str, object]] = []
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        flat += _flatten(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
+    return flat

@@ -1,0 +1,122 @@
+"""The only way from the screen to capsules: questions to warm worker processes, answers as messages.
+
+Two workers, so that a list or a curve never waits for a verdict that takes long. A question that was not yet asked
+of the worker is replaced by a newer one of the same key: a screen wants the latest answer, not all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from textual.message import Message
+from textual.message_pump import MessagePump
+
+from ..worker import Worker, WorkerError
+
+Channel = Literal["look", "verdict"]
+
+
+class Answer(Message):
+    """What the worker said to one question: ``result``, or ``problem``, one line for the user."""
+
+    def __init__(self, method: str, params: dict[str, Any], result: Any, problem: str) -> None:
+        super().__init__()
+        self.method, self.params, self.result, self.problem = method, params, result, problem
+
+
+@dataclass(frozen=True)
+class _Question:
+    asker: MessagePump
+    method: str
+    params: dict[str, Any]
+    timeout: float | None
+
+
+@dataclass
+class _Line:
+    """One worker with the questions that wait for it."""
+
+    worker: Worker = field(default_factory=Worker)
+    waiting: OrderedDict[tuple[int, str, str], _Question] = field(default_factory=OrderedDict)
+    wake: threading.Condition = field(default_factory=threading.Condition)
+    thread: threading.Thread | None = None
+    closed: bool = False
+
+
+class Link:
+    """Owns the workers and their threads; ``close`` ends both."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Channel, _Line] = {"look": _Line(), "verdict": _Line()}
+
+    def ask(
+        self,
+        asker: MessagePump,
+        method: str,
+        params: dict[str, Any],
+        *,
+        channel: Channel = "look",
+        key: str = "",
+        timeout: float | None = None,
+    ) -> None:
+        """Put a question; an ``Answer`` is posted to ``asker`` later. Never blocks, never raises.
+
+        Args:
+            asker: widget, screen or app that gets the answer.
+            method: method of the worker.
+            params: its parameters.
+            channel: ``verdict`` for what may take seconds.
+            key: tells apart questions of one method that must all be answered.
+            timeout: seconds before the worker is killed and started afresh.
+        """
+        line = self._lines[channel]
+        with line.wake:
+            if line.closed:
+                return
+            slot = (id(asker), method, key)
+            line.waiting.pop(slot, None)
+            line.waiting[slot] = _Question(asker, method, params, timeout)
+            if line.thread is None:
+                line.thread = threading.Thread(target=_serve, args=(line,), name=f"worker-{channel}", daemon=True)
+                line.thread.start()
+            line.wake.notify()
+
+    def pids(self) -> tuple[int | None, ...]:
+        """Process ids of the live workers."""
+        return tuple(line.worker.pid for line in self._lines.values())
+
+    def close(self) -> None:
+        """Forget what waits and end the workers; a call in progress is cut short."""
+        for line in self._lines.values():
+            with line.wake:
+                line.closed = True
+                line.waiting.clear()
+                line.wake.notify()
+            line.worker.abort()
+        for line in self._lines.values():
+            if line.thread is not None:
+                line.thread.join(2.0)
+
+
+def _serve(line: _Line) -> None:
+    """Thread of one line: ask, wait, post. A worker that died is started afresh by its next call."""
+    while True:
+        with line.wake:
+            while not line.waiting and not line.closed:
+                line.wake.wait()
+            if line.closed:
+                break
+            _, question = line.waiting.popitem(last=False)
+        result, problem = None, ""
+        try:
+            result = line.worker.call(question.method, question.params, question.timeout)
+        except WorkerError as error:
+            problem = str(error)
+        except Exception as error:  # the thread must live on, or the screen would wait for ever
+            problem = f"{question.method}: {type(error).__name__}: {error}"
+        if not line.closed:
+            question.asker.post_message(Answer(question.method, question.params, result, problem))
+    line.worker.close()

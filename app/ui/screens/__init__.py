@@ -1,0 +1,1 @@
+"""The screens, one module and one style sheet each."""

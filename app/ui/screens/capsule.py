@@ -1,0 +1,112 @@
+"""An opened capsule: one view at a time on the keys 1 to 9, one step cursor for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import msgspec
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Container
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from ...listing import Entry
+from ...looks.types import Contents
+from ...text import one_line
+from ..actions import bindings
+from ..link import Answer
+from ..views.base import View
+from ..views.timelines import TimelinesView
+
+if TYPE_CHECKING:
+    from ..app import Console
+
+Make = Callable[[str, Contents], View]
+
+#: Views in the order of their keys: the word in the tab, the evidence it needs, how to make it.
+VIEWS: tuple[tuple[type[View], Make], ...] = ((TimelinesView, lambda path, has: TimelinesView(path, has.series)),)
+
+
+class CapsuleScreen(Screen[None]):
+    """Tabs, one view, footer."""
+
+    CSS_PATH = "capsule.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("capsule")]
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self.entry = entry
+        self._contents: Contents | None = None
+        self._open: View | None = None
+
+    def compose(self) -> ComposeResult:
+        """Where am I, which views, the view, the keys."""
+        yield Static(id="where")
+        yield Static(id="tabs")
+        yield Container(id="views")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Ask what the capsule holds."""
+        self._head()
+        cast("Console", self.app).link.ask(self, "contents", {"path": self.entry.path})
+
+    @on(Answer)
+    async def _answered(self, answer: Answer) -> None:
+        if answer.problem:
+            self._head(answer.problem)
+        elif answer.method == "contents":
+            first = self._contents is None
+            self._contents = msgspec.convert(answer.result, Contents)
+            if first:
+                await self.action_view(1)
+
+    @on(View.CursorMoved)
+    def _cursor(self, message: View.CursorMoved) -> None:
+        if self._open is not None:
+            self._open.follow(message.step)
+
+    def _head(self, problem: str = "") -> None:
+        words = Text(f" {one_line(self.entry.title or self.entry.name)}", style="bold")
+        words.append(f"  {one_line(self.entry.message)}", "not bold")
+        if problem:
+            words.append(f"  {one_line(problem)}", "bold yellow")
+        self.query_one("#where", Static).update(words)
+
+    def _tabs(self, number: int) -> None:
+        line = Text(" ")
+        for index, (view, _) in enumerate(VIEWS, start=1):
+            line.append(f" {index} {view.name_} ", "reverse" if index == number else "" if self._has(view) else "dim")
+        self.query_one("#tabs", Static).update(line)
+
+    def _has(self, view: type[View]) -> bool:
+        if self._contents is None:
+            return False
+        if view.needs == "scalars":
+            return bool(self._contents.series)
+        return not view.needs or any(self._contents.has.get(each, False) for each in view.needs.split("|"))
+
+    async def action_view(self, number: int) -> None:
+        """Open the view on this key; one that was not captured says what to capture."""
+        if self._contents is None or not 1 <= number <= len(VIEWS):
+            return
+        kind, make = VIEWS[number - 1]
+        area = self.query_one("#views", Container)
+        await area.remove_children()
+        self._tabs(number)
+        if self._has(kind):
+            self._open = make(self.entry.path, self._contents)
+            await area.mount(self._open)
+            self._open.focus()
+            self._open.reload()
+        else:
+            self._open = None
+            await area.mount(Static(f"Not captured. {kind.teach}", classes="teach", markup=False))
+
+    def action_close(self) -> None:
+        """Back to the list."""
+        self.app.pop_screen()

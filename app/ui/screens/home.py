@@ -1,0 +1,324 @@
+"""Home: which capsules there are, which one needs me, and what broke in it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
+
+import msgspec
+from rich.text import Text
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import Footer, Input, Static
+
+from ....analyzers.report import CapsuleReport
+from ...listing import Entry, Listing
+from ...looks.types import SeriesColumns
+from ...text import one_line
+from ..actions import bindings
+from ..link import Answer
+from ..widgets.rows import Row, Rows
+from ..widgets.timeline import Curve, Timeline
+from ..widgets.verdict import Advice, Verdict
+from .capsule import CapsuleScreen
+
+if TYPE_CHECKING:
+    from ..app import Console
+
+State = Literal["undetermined", "divergence", "damaged", "live", "unread", "quiet", "resolved"]
+
+#: Sign of a state and its style, in order of need. Colour repeats the sign and never replaces it.
+STATES: dict[State, tuple[str, str]] = {
+    "undetermined": ("?", "yellow"),
+    "divergence": ("✗", "bold red"),
+    "damaged": ("!", "magenta"),
+    "live": ("◐", "cyan"),
+    "unread": ("·", "dim"),
+    "quiet": ("✓", "green"),
+    "resolved": ("●", "green"),
+}
+_NEED = tuple(STATES)
+
+#: Series of the small timelines: the scalar, its label.
+_SMALL = (("loss", "loss"), ("grad_norm", "grad norm"), ("learning_rate", "lr"), ("memory_allocated", "memory"))
+
+_EMPTY = """
+ No capsule here yet.
+
+ In your training loop:
+   from llmconsole.capsules
+       import Recorder
+   rec = Recorder("runs",
+       model=model,
+       optimizer=optimizer)
+
+ Or see one break:
+   llmconsole demo
+"""
+
+
+class HomeScreen(Screen[None]):
+    """The list on the left, the chosen capsule on the right."""
+
+    CSS_PATH = "home.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("home")]
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        self._listing: Listing | None = None
+        # Path → the change it was made of, and the report or why there is none.
+        self._reports: dict[str, tuple[float, CapsuleReport | str]] = {}
+        self._problem = ""
+        self._filter = ""
+        self._paused = False
+
+    @property
+    def console_app(self) -> Console:
+        """The app, by its own type."""
+        return cast("Console", self.app)
+
+    def compose(self) -> ComposeResult:
+        """Header, list, the chosen capsule, footer."""
+        yield Static(id="where")
+        with Horizontal(id="body"):
+            with Vertical(id="list"):
+                yield Input(placeholder="words", id="filter", compact=True)
+                yield Rows[Entry](empty=" reading …", id="capsules")
+            with Vertical(id="chosen"):
+                with Vertical(id="verdict", classes="box"):
+                    yield Verdict(id="first")
+                with Vertical(id="curves", classes="box"):
+                    for name, label in _SMALL:
+                        yield Timeline(label, id=f"small-{name}")
+                with Vertical(id="advice", classes="box"):
+                    yield Advice(id="next")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Name the panels; the list arrives from the worker after the first paint."""
+        self.query_one("#list").border_title = "Capsules"
+        self.query_one("#verdict").border_title = "…"
+        self.query_one("#capsules").focus()
+        self._head()
+        self.call_after_refresh(self._poll)
+        self.set_interval(1.0, self._poll)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """A wide terminal gives the list more room."""
+        self.set_class(event.size.width >= 110, "wide")
+        self._fill()
+
+    # -- data
+
+    def _poll(self) -> None:
+        if not self._paused:
+            known = self._listing.version if self._listing is not None else -1
+            self.console_app.link.ask(self, "listing", {"directory": str(self.directory), "known": known})
+
+    @on(Answer)
+    def _answered(self, answer: Answer) -> None:
+        if answer.method == "listing":
+            self._listed(answer)
+        elif answer.method == "analyze":
+            self._analysed(answer)
+        elif answer.method == "curves":
+            self._drawn(answer)
+
+    def _listed(self, answer: Answer) -> None:
+        self._problem = answer.problem
+        if answer.result is not None:
+            self._listing = msgspec.convert(answer.result, Listing)
+            self._fill()
+        self._head()
+
+    def _analysed(self, answer: Answer) -> None:
+        path = answer.params["path"]
+        entry = self._entry(path)
+        made_of = entry.changed if entry is not None else 0.0
+        report = answer.problem or msgspec.convert(answer.result, CapsuleReport)
+        self._reports[path] = (made_of, report)
+        self._fill()
+        if self._selected is not None and self._selected.path == path:
+            self._show_report(self._selected)
+
+    def _drawn(self, answer: Answer) -> None:
+        if self._selected is None or answer.params["path"] != self._selected.path:
+            return
+        found = {each.name: each for each in msgspec.convert(answer.result or [], list[SeriesColumns])}
+        for name, label in _SMALL:
+            timeline = self.query_one(f"#small-{name}", Timeline)
+            series = found.get(name)
+            timeline.display = series is not None
+            if series is not None:
+                timeline.show([Curve(label, series.unit, series.columns, series.last)])
+
+    # -- list
+
+    def _entry(self, path: str) -> Entry | None:
+        entries = self._listing.entries if self._listing is not None else ()
+        return next((each for each in entries if each.path == path), None)
+
+    @property
+    def _rows(self) -> Rows[Entry]:
+        return cast("Rows[Entry]", self.query_one("#capsules", Rows))
+
+    @property
+    def _selected(self) -> Entry | None:
+        row = self._rows.selected
+        return row.item if row is not None else None
+
+    def _state(self, entry: Entry) -> State:
+        if entry.problem:
+            return "damaged"
+        if entry.status == "recording":
+            return "live"
+        if entry.incident in ("fixed", "gated"):
+            return "resolved"
+        report = self._reports.get(entry.path, (0.0, ""))[1]
+        if isinstance(report, str):
+            return "damaged" if report else "unread"
+        first = report.first_divergence
+        if first is None:
+            return "quiet"
+        sure = any(each.rule == first.rule and each.confidence != "undetermined" for each in report.findings)
+        return "divergence" if sure else "undetermined"
+
+    def _fill(self) -> None:
+        if self._listing is None:
+            return
+        words = self._filter.casefold().split()
+        shown = [
+            each
+            for each in self._listing.entries
+            if all(word in f"{each.name} {each.title} {each.trigger} {each.message}".casefold() for word in words)
+        ]
+        shown.sort(key=lambda each: (_NEED.index(self._state(each)), -each.changed))
+        rows = self._rows
+        rows.empty = " no capsule holds these words" if words else _EMPTY
+        width = max(20, rows.size.width)
+        rows.set_rows([Row(each.path, self._line(each, width), each) for each in shown])
+
+    def _line(self, entry: Entry, width: int) -> Text:
+        """Sign, time, name, and what happened, in ``width`` cells."""
+        sign, style = STATES[self._state(entry)]
+        clock = "live " if entry.status == "recording" else _clock(entry.changed)
+        what = "unreadable" if entry.problem else entry.trigger
+        step = f" {entry.step:,}" if entry.step is not None else ""
+        tail = f"{what}{step}".strip()
+        text = Text(no_wrap=True)
+        text.append(sign, style)
+        text.append(f" {clock} ", "dim")
+        room = width - len(text) - len(tail) - 1
+        name = one_line(entry.title or entry.name)
+        text.append(name[: max(4, room)].ljust(max(4, room)))
+        text.append(f" {one_line(tail)}", "dim")
+        return text
+
+    def _head(self) -> None:
+        problem = self._problem
+        listing = self._listing
+        words = Text(f" llmconsole  {one_line(self.directory)}")
+        if listing is not None:
+            live = sum(each.status == "recording" for each in listing.entries)
+            count = len(listing.entries)
+            words.append(f"  {count:,} capsule{'' if count == 1 else 's'}" + (f", {live} live" if live else ""))
+            problem = problem or listing.problem
+        if self._paused:
+            words.append("  PAUSED (space goes on)", "bold yellow")
+        if problem:
+            words.append(f"  {one_line(problem)}", "bold yellow")
+        right = f"{time.strftime('%H:%M')}  ? help "
+        gap = max(1, self.app.size.width - words.cell_len - len(right))
+        words.append(" " * gap + right, "dim")
+        self.query_one("#where", Static).update(words)
+
+    # -- the chosen capsule
+
+    @on(Rows.Moved, "#capsules")
+    def _moved(self, message: Rows.Moved) -> None:
+        entry = cast("Entry | None", message.row.item if message.row is not None else None)
+        self.query_one("#curves").display = entry is not None and not entry.problem
+        self.query_one("#advice").display = entry is not None
+        if entry is None:
+            self.query_one("#verdict").border_title = ""
+            self.query_one(Verdict).show(None, "")
+            return
+        self._show_report(entry)
+        self._ask_curves(entry)
+
+    def _show_report(self, entry: Entry) -> None:
+        box = self.query_one("#verdict")
+        box.border_title = one_line(f"{entry.title or entry.name}  {entry.message}"[:200]).replace("[", r"\[")
+        made_of, report = self._reports.get(entry.path, (None, None))
+        verdict, advice = self.query_one(Verdict), self.query_one(Advice)
+        if entry.problem:
+            verdict.show(None, f" {one_line(entry.problem)}")
+            advice.show(None)
+        elif isinstance(report, CapsuleReport):
+            verdict.show(report)
+            advice.show(report)
+        else:
+            verdict.show(None, f" {one_line(report)}" if report else " analysing …")
+            advice.show(None)
+        if not entry.problem and made_of != entry.changed:
+            self.console_app.link.ask(self, "analyze", {"path": entry.path}, channel="verdict")
+
+    def _ask_curves(self, entry: Entry) -> None:
+        if entry.problem:
+            return
+        columns = max(8, self.query_one(f"#small-{_SMALL[0][0]}", Timeline).picture_columns)
+        params = {"path": entry.path, "names": [name for name, _ in _SMALL], "columns": columns}
+        self.console_app.link.ask(self, "curves", params)
+
+    # -- actions
+
+    def action_open(self) -> None:
+        """Open the capsule under the cursor."""
+        if self._selected is not None and not self._selected.problem:
+            self.app.push_screen(CapsuleScreen(self._selected))
+
+    @on(Rows.Chosen, "#capsules")
+    def _chosen(self) -> None:
+        self.action_open()
+
+    def action_filter(self) -> None:
+        """Open the filter."""
+        box = self.query_one("#filter", Input)
+        box.display = True
+        box.focus()
+
+    @on(Input.Changed, "#filter")
+    def _filtered(self, message: Input.Changed) -> None:
+        self._filter = message.value
+        self._fill()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_done(self) -> None:
+        self.query_one("#filter").display = bool(self._filter)
+        self.query_one("#capsules").focus()
+
+    def action_pause(self) -> None:
+        """Hold the view; the data go on."""
+        self._paused = not self._paused
+        self._head()
+
+    def key_escape(self) -> None:
+        """Leave the filter."""
+        box = self.query_one("#filter", Input)
+        box.value = ""
+        box.display = False
+        self.query_one("#capsules").focus()
+
+
+def _clock(changed: float) -> str:
+    """Time of day, or the date where it was not today."""
+    if not changed:
+        return "     "
+    then = time.localtime(changed)
+    today = time.strftime("%Y%j") == time.strftime("%Y%j", then)
+    return time.strftime("%H:%M" if today else "%m-%d", then)

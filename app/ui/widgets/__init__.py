@@ -1,0 +1,1 @@
+"""Widgets that hold no knowledge of capsules or workers: they draw what a snapshot says."""
