@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from .dtypes import STORED, Array, Plain
 from .errors import EvidenceError
-from .jsonio import decode_object, encode
+from .jsonio import decode_object, encode, present
 from .limits import MAX_ARRAYS_BYTES, MAX_DATASETS, MAX_DIMENSIONS, MAX_INT64, MAX_MANIFEST_BYTES, MIB
 from .storage import open_inside
 
@@ -107,7 +107,7 @@ def parse_description(raw: dict[str, Any], where: str = "") -> Description:
         EvidenceError: a wrong type, an unknown dtype or an impossible shape.
     """
     try:
-        description = msgspec.convert(raw, Description)
+        description = msgspec.convert(present(raw), Description)
     except msgspec.ValidationError as error:
         raise EvidenceError(f"description of an arrays file: {error}", where) from None
     if len(description.arrays) > MAX_DATASETS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import json
 import math
 import types
@@ -89,6 +90,11 @@ def decode_object(data: bytes | str, where: str = "") -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def present(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The members that are not null: null means absent."""
+    return {name: value for name, value in mapping.items() if value is not None}
+
+
 def number(value: Any, where: str = "") -> float:
     """A float from a number or from one of the strings that stand for non-finite numbers.
 
@@ -128,6 +134,8 @@ def _plain(value: Any, depth: int) -> Any:
         return [_plain(item, depth - 1) for item in cast("Iterable[Any]", value)]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, enum.Enum):
+        return _plain(value.value, depth - 1)
     if isinstance(value, msgspec.Struct):
         fields = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
         return {encoded: _plain(getattr(value, name), depth - 1) for encoded, name in fields}

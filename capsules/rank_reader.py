@@ -16,7 +16,7 @@ from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, Table, decode_table
 from .damage import Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
-from .jsonio import decode_object
+from .jsonio import decode_object, present
 from .layout import rank_directory
 from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_SCALARS_BYTES, MAX_STATS_BYTES
 from .lines import Lines, decode_lines
@@ -68,7 +68,7 @@ class RankReader:
         except EvidenceError as error:
             self._report("rank.json", error.what, lost="heartbeat and trigger")
             return None
-        state, sentences = salvage(raw, RankState)
+        state, sentences = salvage(present(raw), RankState)
         for sentence in sentences:
             self._report("rank.json", sentence, lost="the field")
         return state
@@ -134,7 +134,7 @@ class RankReader:
             self._names = {}
             for number, record, _ in self._lines("names.jsonl").records:
                 try:
-                    name = msgspec.convert(record, Name)
+                    name = msgspec.convert(present(record), Name)
                     self._names.setdefault(name.id, name)
                 except msgspec.ValidationError as error:
                     self._report("names.jsonl", str(error), "the rows of that name", at=f"line {number:,}")

@@ -17,7 +17,7 @@ from .arrays import Description, array_info, build_image
 from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, encode_block, encode_rows
 from .dtypes import Plain
 from .errors import EvidenceError
-from .jsonio import encode, number
+from .jsonio import encode, number, present
 from .layout import rank_directory
 from .lines import encode_line
 from .manifest import RankState, Trigger
@@ -81,8 +81,7 @@ class RankWriter:
         self.state.status = status or self.state.status
         self.state.trigger = trigger or self.state.trigger
         self.state.step = self.state.step if step is None else step
-        known = {name: value for name, value in msgspec.to_builtins(self.state).items() if value is not None}
-        replace(self.directory / "rank.json", encode(known))
+        replace(self.directory / "rank.json", encode(present(msgspec.to_builtins(self.state))))
 
     def _append(self, name: str, data: bytes) -> None:
         self._appender.append(self.directory / name, data)
@@ -190,7 +189,7 @@ class RankWriter:
         replace(directory / name, image)
         self._arrays += 1
         line = msgspec.to_builtins(description) | {"file": name, "bytes": len(image), "checksum": f"{crc32(image):08x}"}
-        self._append("arrays.jsonl", encode_line({key: each for key, each in line.items() if each is not None}))
+        self._append("arrays.jsonl", encode_line(present(line)))
 
     # -- records
 

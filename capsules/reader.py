@@ -18,7 +18,7 @@ from .blocks import ROWS, SCALARS, STATS
 from .damage import Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
-from .jsonio import decode_object
+from .jsonio import decode_object, present
 from .layout import MANIFEST, RANKS, rank_directory, rank_of
 from .limits import MAX_MANIFEST_BYTES, MAX_RANKS
 from .manifest import FORMAT, AttachedFile, Manifest, Trigger
@@ -64,6 +64,7 @@ class Capsule:
             raise EvidenceError(error.strerror or str(error), where) from None
         except EvidenceError as error:
             raise EvidenceError(error.what, f"{where}/{MANIFEST}", error.hint) from None
+        raw = present(raw)
         _check_format(raw.get("format"), f"{where}/{MANIFEST}")
         manifest, sentences = salvage(raw, Manifest)
         vars(manifest)["raw_mapping"] = raw

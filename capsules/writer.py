@@ -18,7 +18,7 @@ from .arrays import Description
 from .batches import check_batch, check_tensor, pack_state
 from .dtypes import Plain
 from .errors import EvidenceError
-from .jsonio import encode, plain
+from .jsonio import encode, plain, present
 from .layout import FILES, MANIFEST
 from .manifest import FORMAT, AttachedFile, Manifest, Phase, Trigger
 from .masking import mask
@@ -79,7 +79,7 @@ class CapsuleWriter:
         )
         pid = os.getpid()
         writer = {"host": host(), "pid": pid, "started": started, "process_start": process_start(pid)}
-        self._manifest["writer"] = {key: value for key, value in writer.items() if value is not None}
+        self._manifest["writer"] = present(writer)
         make_directory(self.path)
         #: Whether this process created the capsule, and so is the one to replace its manifest.
         self.creator = create_exclusively(self.path / MANIFEST, encode(self._manifest))
@@ -310,7 +310,7 @@ def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
         EvidenceError: naming the field, its value and what was expected.
     """
     mapping, _ = check(plain(manifest), Manifest, "manifest")
-    return {key: value for key, value in mapping.items() if value is not None}
+    return present(mapping)
 
 
 def _masked(manifest: Mapping[str, Any]) -> dict[str, Any]:
