@@ -128,7 +128,7 @@ def figure(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return one_line(value, 200)
     if isinstance(value, int):
-        return f"{value:,}"
+        return f"{value:,}" if abs(value) < 10**18 else f"{'-' * (value < 0)}10^{value.bit_length() * 0.30103:.0f}"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
     if value.is_integer() and abs(value) < 1e15:

@@ -13,7 +13,6 @@ import sys
 import threading
 from typing import Any
 
-
 #: What the loader of shared libraries says where an allocation would raise MemoryError.
 _NO_MEMORY = ("failed to map segment", "annot allocate memory", "cannot create shared object")
 

@@ -49,8 +49,8 @@ class Show(msgspec.Struct, kw_only=True):
     manifest: dict[str, Any]
 
 
-#: Parts of the inventory that the head and the ticks show already.
-_SHOWN_ABOVE = frozenset({"id", "title", "path", "status", "ranks", "replay"})
+#: Parts of the inventory that have a field of their own in the document.
+_SAID_ALREADY = frozenset({"id", "title", "path", "status", "ranks", "replay", "damage"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
             facts = worker.call("show", {"path": args.capsule})
         except WorkerError as error:
             raise CommandError(error) from error
-    shown = msgspec.convert({**facts, "replayable": all(item["present"] for item in facts["replay"])}, Show)
+    facts["replayable"] = all(item["present"] for item in facts["replay"])
+    facts["inventory"] = {name: value for name, value in facts["inventory"].items() if name not in _SAID_ALREADY}
+    shown = msgspec.convert(facts, Show)
     if args.json:
         print_json(shown)
         return 0
@@ -98,8 +100,7 @@ def _parts(shown: Show) -> list[RenderableType]:
         line.append(f"  {one_line(row.where)}: {one_line(row.what)}")
         line.append(f"   lost {one_line(row.lost)}, kept {one_line(row.kept)}", "bright_black")
         parts.append(line)
-    evidence = {name: value for name, value in shown.inventory.items() if name not in _SHOWN_ABOVE}
-    parts += [Text(), Text(" Evidence", "bold"), _tree(evidence)]
+    parts += [Text(), Text(" Evidence", "bold"), _tree(shown.inventory)]
     parts += [Text(), Text(" Manifest", "bold"), _tree(shown.manifest)]
     return parts
 
