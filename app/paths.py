@@ -41,6 +41,13 @@ def seed_cases() -> str:
     return files("llmconsole.app.casebook.seed").joinpath(CASE_FILE_NAME).read_text(encoding="utf-8")
 
 
+def config_directory() -> Path:
+    """Where a user's own settings lie: ``keys.toml`` of the console."""
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("llmconsole"))
+
+
 def state_directory() -> Path:
     """Where llmconsole may keep files of its own (the demo's runs); created by whoever writes first."""
     import platformdirs

@@ -2,33 +2,123 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App
 from textual.binding import BindingType
 
-from .actions import bindings
+from .. import paths
+from .actions import Action, bindings, load_keymap
+from .driver import Driver
 from .link import Link
-from .screens.home import HomeScreen
+from .state import State, load, save
+
+if TYPE_CHECKING:
+    from textual.screen import Screen
+
+#: Dark, light, and the terminal's own palette.
+THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 
 
 class Console(App[None]):
-    """The incident console on one directory of capsules."""
+    """The incident console on one directory of capsules.
+
+    Args:
+        directory: where capsules appear.
+        remember: whether theme, filter and selection are kept between visits.
+    """
 
     TITLE = "llmconsole"
-    ENABLE_COMMAND_PALETTE = True
+    CSS_PATH = "app.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("app")]
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
+    def __init__(self, directory: Path, *, remember: bool = True) -> None:
+        super().__init__(driver_class=Driver)
         self.directory = directory
         self.link = Link()
+        self.remember = remember
+        self.state = load(directory) if remember else State()
+        self.keymap, self.warnings = load_keymap(paths.config_directory() / "keys.toml")
+        self.set_keymap(self.keymap)
+        if self.state.theme in THEMES:
+            self.theme = self.state.theme
 
     def on_mount(self) -> None:
         """Show home; workers start with the first question, after the first paint."""
+        from .screens.home import HomeScreen
+
         self.push_screen(HomeScreen(self.directory))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # Outside the main thread (tests) there is nothing to catch.
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(number, self._ended, number)
+        for warning in self.warnings:
+            self.notify(warning, severity="warning", markup=False)
 
     def on_unmount(self) -> None:
         """No process is left behind."""
         self.link.close()
+        if self.remember:
+            save(self.directory, self.state)
+
+    def _ended(self, number: signal.Signals) -> None:
+        self.exit(return_code=128 + number)
+
+    # -- actions of every screen
+
+    def scopes(self, screen: Screen[Any]) -> tuple[str, ...]:
+        """Scopes of the registry whose actions work on a screen, the innermost first."""
+        own = getattr(screen, "scopes", ())
+        return (*own, "app")
+
+    async def run_registered(self, action: Action, screen: Screen[Any]) -> None:
+        """Run an action of the registry as its key would: on the open view, the screen, or the app."""
+        if action.scope == "app":
+            await self.run_action(action.method, self)
+            return
+        view = getattr(screen, "open_view", None)
+        target = view if view is not None and action.scope != getattr(screen, "scope", "") else screen
+        await self.run_action(action.method, target)
+
+    def action_help(self) -> None:
+        """Show the keys that work here."""
+        from .screens.help import HelpScreen
+
+        screen = self.screen
+        twin, signs = getattr(screen, "twin", ""), getattr(screen, "signs", "")
+        self.push_screen(HelpScreen(self.scopes(screen), twin, self.keymap, signs))
+
+    def action_command_palette(self) -> None:
+        """Find an action by name."""
+        from textual.command import CommandPalette
+
+        from .palette import ActionProvider
+
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(CommandPalette(providers=[ActionProvider], placeholder="what do you want to do?"))
+
+    def action_next_theme(self) -> None:
+        """Go round the themes."""
+        here = THEMES.index(self.theme) if self.theme in THEMES else -1
+        self.theme = self.state.theme = THEMES[(here + 1) % len(THEMES)]
+        self.notify(f"theme {self.theme}", timeout=2)
+
+    def action_mouse(self) -> None:
+        """Leave the mouse to the terminal, or take it back."""
+        if isinstance(self._driver, Driver):
+            words = (
+                "mouse: the console's" if self._driver.toggle_mouse() else "mouse: the terminal's (select text freely)"
+            )
+            self.notify(words, timeout=3)
+
+
+def run(directory: Path) -> int:
+    """Run the console and return its exit status."""
+    console = Console(directory)
+    console.run()
+    return console.return_code or 0

@@ -36,12 +36,28 @@ class CapsuleScreen(Screen[None]):
 
     CSS_PATH = "capsule.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("capsule")]
+    scope = "capsule"
 
     def __init__(self, entry: Entry) -> None:
         super().__init__()
         self.entry = entry
         self._contents: Contents | None = None
         self._open: View | None = None
+
+    @property
+    def open_view(self) -> View | None:
+        """The view on screen."""
+        return self._open
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Scopes of the registry: the open view's, then ours."""
+        return (*((self._open.name_,) if self._open is not None else ()), "capsule")
+
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        return f"llmconsole show {self.entry.path}"
 
     def compose(self) -> ComposeResult:
         """Where am I, which views, the view, the keys."""

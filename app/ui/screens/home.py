@@ -66,6 +66,9 @@ class HomeScreen(Screen[None]):
 
     CSS_PATH = "home.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("home")]
+    scope = "home"
+    scopes = ("home",)
+    signs = "? undetermined  ✗ divergence  ! unreadable  ◐ live  · not looked at yet  ✓ quiet  ● resolved"
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -76,6 +79,13 @@ class HomeScreen(Screen[None]):
         self._problem = ""
         self._filter = ""
         self._paused = False
+        self._restored = False
+
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        entry = self._selected
+        return f"llmconsole analyze {entry.path}" if entry is not None else f"llmconsole {self.directory}"
 
     @property
     def console_app(self) -> Console:
@@ -102,6 +112,9 @@ class HomeScreen(Screen[None]):
     def on_mount(self) -> None:
         """Name the panels; the list arrives from the worker after the first paint."""
         self.query_one("#list").border_title = "Capsules"
+        if words := self.console_app.state.filter:
+            box = self.query_one("#filter", Input)
+            box.value, box.display = words, True
         self.query_one("#verdict").border_title = "…"
         self.query_one("#capsules").focus()
         self._head()
@@ -134,6 +147,9 @@ class HomeScreen(Screen[None]):
         if answer.result is not None:
             self._listing = msgspec.convert(answer.result, Listing)
             self._fill()
+            if not self._restored:
+                self._restored = True
+                self._rows.select(self.console_app.state.capsule)
         self._head()
 
     def _analysed(self, answer: Answer) -> None:
@@ -248,6 +264,8 @@ class HomeScreen(Screen[None]):
             self.query_one("#verdict").border_title = ""
             self.query_one(Verdict).show(None, "")
             return
+        if self._restored:
+            self.console_app.state.capsule = entry.path
         self._show_report(entry)
         self._ask_curves(entry)
 
@@ -294,7 +312,7 @@ class HomeScreen(Screen[None]):
 
     @on(Input.Changed, "#filter")
     def _filtered(self, message: Input.Changed) -> None:
-        self._filter = message.value
+        self._filter = self.console_app.state.filter = message.value
         self._fill()
 
     @on(Input.Submitted, "#filter")

@@ -107,6 +107,13 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         if moved or (chosen.key if chosen else None) != (self.selected.key if self.selected else None):
             self.post_message(self.Moved(self, self.selected))
 
+    def select(self, key: str) -> bool:
+        """Put the cursor on the row of this key; False where there is none."""
+        place = next((index for index, row in enumerate(self._rows) if row.key == key), None)
+        if place is not None:
+            self.cursor = place
+        return place is not None
+
     def render_line(self, y: int) -> Strip:
         """One line of the list, padded to the width."""
         width, index = self.size.width, y + self.scroll_offset.y

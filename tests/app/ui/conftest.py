@@ -13,6 +13,14 @@ from llmconsole.capsules import CapsuleWriter
 Make = Callable[..., Path]
 
 
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State and settings of the person who runs the tests are neither read nor written."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+
+
 @pytest.fixture
 def make_capsule(tmp_path: Path) -> Make:
     """Writes a small capsule with a loss curve; ``loss`` replaces the values."""

@@ -1,0 +1,68 @@
+"""The reports of this visit, one store for all screens: a capsule is analysed once until it changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from textual.signal import Signal
+
+from ...analyzers.report import CapsuleReport
+
+if TYPE_CHECKING:
+    from textual.app import App
+
+    from .link import Answer, Link
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of one capsule: its report, or in ``problem`` one line why there is none.
+
+    ``made_of`` is the change (Unix seconds) of the capsule it was made of, 0 where nobody said.
+    """
+
+    report: CapsuleReport | None
+    problem: str
+    made_of: float
+
+
+class Reports:
+    """Asks for reports, keeps them, and tells who listens.
+
+    Args:
+        app: gets the worker's answers and hands them to ``keep``.
+        link: the way to the worker.
+    """
+
+    def __init__(self, app: App[Any], link: Link) -> None:
+        self._app, self._link = app, link
+        self._kept: dict[str, Kept] = {}
+        self._asked: dict[str, float] = {}
+        #: Published with the capsule's path; widgets subscribe when they are mounted.
+        self.arrived: Signal[str] = Signal(app, "report")
+
+    def of(self, path: str) -> Kept | None:
+        """What is known of a capsule, or None where nothing was asked or the answer is still awaited."""
+        return self._kept.get(path)
+
+    def want(self, path: str, changed: float | None = None) -> None:
+        """Ask for a report unless one of this change is there. A question not yet begun gives way to a newer one.
+
+        Args:
+            path: the capsule's directory.
+            changed: when the capsule last changed; without it any report will do.
+        """
+        kept = self._kept.get(path)
+        if kept is not None and (changed is None or kept.made_of == changed):
+            return
+        self._asked[path] = changed or 0.0
+        self._link.ask(self._app, "analyze", {"path": path}, channel="verdict")
+
+    def keep(self, answer: Answer) -> None:
+        """Take an answer to ``analyze``; whoever listens to ``arrived`` is told."""
+        path = answer.params["path"]
+        report = None if answer.problem else msgspec.convert(answer.result, CapsuleReport)
+        self._kept[path] = Kept(report, answer.problem, self._asked.get(path, 0.0))
+        self.arrived.publish(path)
