@@ -26,10 +26,11 @@ MIN_RELATIVE_SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample in one step; ``loss`` is its own mean in nats a token."""
+    """One training sample in one step; ``loss`` is its own mean in nats a token, ``row`` its place in the step."""
 
     step: int
     rank: int
+    row: int
     id: str
     loss: float
     length: int | None
@@ -61,17 +62,24 @@ class Outlier:
 def samples_by_step(capsule: Capsule) -> dict[int, list[Sample]]:
     """Training samples with a loss of their own, by step: from the sample records, else from captured batches."""
     steps: dict[int, list[Sample]] = defaultdict(list)
+    seen: dict[tuple[int, int], int] = defaultdict(int)
     for record in capsule.records("samples"):
         step, loss = record.get("step"), record.get("loss")
-        if step is None or loss is None or record.get("split") not in (None, "train"):
+        if step is None or record.get("split") not in (None, "train"):
             continue
-        length = record.get("length")
-        source = record.get("source")
-        steps[int(step)].append(
+        step, rank = int(step), int(record.get("rank") or 0)
+        row = seen[step, rank]
+        seen[step, rank] += 1
+        if loss is None:
+            continue
+        name = record.get("id") or str(record.get("sha256") or "")[:12] or f"row {row}"
+        length, source = record.get("length"), record.get("source")
+        steps[step].append(
             Sample(
-                int(step),
-                int(record.get("rank") or 0),
-                str(record.get("id", "")),
+                step,
+                rank,
+                row,
+                str(name),
                 float(loss),
                 int(length) if length is not None else None,
                 str(source) if source is not None else None,
@@ -105,8 +113,28 @@ def _batch_samples(batch: Any) -> list[Sample]:
         if tokens:
             name = str(ids[row]) if row < len(ids) else f"row {row}"
             mean = float(token_loss[row][supervised[row]].mean())
-            rows.append(Sample(batch.step, batch.rank or 0, name, mean, tokens))
+            rows.append(Sample(batch.step, batch.rank or 0, row, name, mean, tokens))
     return rows
+
+
+def distinct_share(capsule: Capsule, sample: Sample) -> tuple[float, float] | None:
+    """Share of distinct tokens in a captured sample, and the smallest such share among the other rows of its step.
+
+    Returns:
+        None where the rows of the step were not captured, or there is no other.
+    """
+    rows: list[NDArray[np.int64]] = []
+    for batch in capsule.batches(rank=sample.rank, step=sample.step):
+        if batch.input_ids is None or batch.split not in (None, "train"):
+            continue
+        ids, mask = np.asarray(batch.input_ids, np.int64), batch.attention_mask
+        masked = mask is not None and np.shape(mask) == ids.shape
+        rows += [row[np.asarray(mask)[index] > 0] if masked else row for index, row in enumerate(ids)]
+    shares = [len(np.unique(row)) / len(row) if len(row) else math.nan for row in rows]
+    if sample.row >= len(rows) or len(rows) < 2 or math.isnan(shares[sample.row]):
+        return None
+    others = [share for row, share in enumerate(shares) if row != sample.row and not math.isnan(share)]
+    return (shares[sample.row], min(others)) if others else None
 
 
 def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float) -> Outlier | None:

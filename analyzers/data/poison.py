@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..finding import Evidence, Finding, Where
+from ..finding import Evidence, Finding, Severity, Where
 from ..numerics.overflow import find_overflow
 from ..numerics.symptoms import Symptom, first_nonfinite, first_symptom
 from ..registry import rule
-from ..samples import Outlier, Sample, samples_by_step, worst_sample
+from ..samples import Outlier, Sample, distinct_share, samples_by_step, worst_sample
 from . import thresholds as T
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
         One sample alone is not finite. Or it lies more than 6 robust σ above the trailing median and beyond anything
         in that window, and is worse than a uniform guess over the vocabulary by a nat, or more than half of the loss of
         a step of four or more samples; or, as a warning, more than 10 σ and 2 × beyond. The other samples of the step
-        must be ordinary, and the run must not have left its path before. Where it leaves it only more than 20 steps
-        later, the sample is a finding of its own and not the cause. Short samples are allowed a wider spread.
+        must be ordinary, and the run must not have left its path before; short samples are allowed a wider spread.
+        Unless harm follows within 20 steps or the loss is above twice that guess, the tokens must be on record and must
+        not merely repeat themselves (less than half the variety of their neighbours): info otherwise. Where the run
+        leaves its path only later than that, the sample is a finding of its own and not the cause.
 
     Looks like it but is not:
-        Hard text, whose losses have a heavy tail but recur; several samples high at once (the model or the rate); every
-        sample after a run diverged; a float16 overflow that reached one row first; a memorised set, where one sample
-        holds most of a loss of nothing; a batch of one.
+        Hard text, whose losses have a heavy tail but recur; a line of dashes, as improbable to a young model as noise;
+        several samples high at once (the model or the rate); every sample after a run diverged; a float16 overflow that
+        reached one row first; a memorised set, where one sample holds most of a loss of nothing; a batch of one.
 
     What to try next:
         Decode the sample; run the step without it from the same state.
@@ -60,9 +62,10 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
     start = np.median([sample.loss for rows in list(steps.values())[: T.MIN_STEPS] for sample in rows])
     guess = _uniform_guess(capsule)
     numbers = list(steps)
+    mild: Finding | None = None
     for index, (step, rows) in enumerate(steps.items()):
         if symptom is not None and symptom.step < step:
-            return  # from here on the model is in trouble, and every sample with it
+            break  # from here on the model is in trouble, and every sample with it
         per_step = max(1, len(rows))
         back = max(T.WINDOW_STEPS, math.ceil(T.WINDOW_SAMPLES / per_step))
         past_steps = numbers[max(0, index - back) : index]
@@ -75,8 +78,13 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
         reason = _reason(outlier, float(start), guess, later, known=known)
         if reason is None or (reason == "nonfinite" and _not_the_sample(capsule, step)):
             continue
-        yield _finding(outlier, reason, guess, symptom)
-        return
+        finding = _finding(capsule, outlier, reason, guess, symptom)
+        if finding.severity != "info":
+            yield finding
+            return
+        mild = mild or finding
+    if mild is not None:
+        yield mild
 
 
 def _uniform_guess(capsule: Capsule) -> float | None:
@@ -137,7 +145,7 @@ def _not_the_sample(capsule: Capsule, step: int) -> bool:
     return row is not None and (int(stats.step[row]) < step or stats.role[row] in ("parameter", "moment1", "moment2"))
 
 
-def _finding(outlier: Outlier, reason: str, guess: float | None, symptom: Symptom | None) -> Finding:
+def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | None, symptom: Symptom | None) -> Finding:
     sample = outlier.sample
     length = f", {sample.length} tokens" if sample.length else ""
     source = f", from {sample.source}" if sample.source else ""
@@ -149,7 +157,13 @@ def _finding(outlier: Outlier, reason: str, guess: float | None, symptom: Sympto
         "far": f"{outlier.z:.1f} σ above the steps before",
     }[reason]
     # What goes wrong long after, with the run in order in between, is not this sample's doing.
-    harmless = symptom is not None and symptom.step - sample.step > T.HARM_STEPS
+    before_trouble = symptom is not None and symptom.step - sample.step > T.HARM_STEPS
+    harmful = symptom is not None and not before_trouble
+    variety = distinct_share(capsule, sample)
+    repeats = variety is not None and variety[0] < T.REPETITIVE * variety[1]
+    extreme = sample.loss > T.EXTREME_OF_GUESS * guess if guess is not None else reason == "share"
+    excused = not (reason == "nonfinite" or harmful or extreme) and (repeats or variety is None)
+    severity: Severity | None = "info" if excused else "warning" if reason == "far" or before_trouble else None
     evidence = [Evidence(name="sample loss", value=sample.loss, unit="nats/token", note=f"sample {sample.id}")]
     if outlier.others:
         evidence.append(
@@ -181,17 +195,32 @@ def _finding(outlier: Outlier, reason: str, guess: float | None, symptom: Sympto
         )
     if guess is not None:
         evidence.append(Evidence(name="uniform guess", value=guess, unit="nats/token", note="ln of the vocabulary"))
+    if variety is not None:
+        evidence.append(
+            Evidence(
+                name="distinct tokens",
+                value=variety[0],
+                expected=f"≥ {T.REPETITIVE * variety[1]:.3g}",
+                note=f"share of its tokens; at least {variety[1]:.3g} in the others",
+            )
+        )
     if sample.length:
         evidence.append(Evidence(name="length", value=sample.length, unit="tokens"))
     return Finding(
-        severity="warning" if reason == "far" or harmless else None,
-        kind="hygiene" if harmless else None,
-        title="One bad sample among good ones",
+        severity=severity,
+        kind="hygiene" if before_trouble else None,
+        title="A sample unlike the others" if excused else "One bad sample among good ones",
         summary=f"Sample {sample.id} (step {sample.step}{length}{source}) has a loss of {shown}, {told}"
         + (f"; the others are at {outlier.others_median:.4g}." if outlier.others else "."),
         where=Where(step=sample.step, rank=sample.rank, sample=sample.id),
         evidence=tuple(evidence),
-        cause=f"sample {sample.id} does not belong to this data",
-        next=("decode the sample", "run the step without it from the same state"),
+        cause=f"sample {sample.id} "
+        + ("repeats itself, which the model has not learned yet" if repeats else "does not belong to this data"),
+        next=(
+            "decode the sample",
+            "keep the batch of such a step, so that its tokens can be judged"
+            if variety is None
+            else "run the step without it from the same state",
+        ),
         fix=("drop or repair it, and look for others of its source", "clip the gradient norm"),
     )

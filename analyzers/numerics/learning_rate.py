@@ -52,8 +52,8 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
     Looks like it but is not:
         The large first steps of Adam, about rate ÷ weight size (0.001 ÷ 0.02 = 5 %), after which the loss falls; a bad
         sample or a growing activation with ordinary updates; an update made large by its gradient; a restart of a
-        cyclic schedule without harm; zero in the first step of a warm-up or while a scaler skips steps;
-        the flat part of a warm-up–stable–decay schedule.
+        cyclic schedule without harm; zero in the first step of a warm-up, in the last few of a decay, or while a scaler
+        skips steps; the flat part of a warm-up–stable–decay schedule.
 
     What to try next:
         Run the first steps again from the same state with a tenth of the rate, everything else as it was.
@@ -229,7 +229,7 @@ def _zero(capsule: Capsule, rate: Curve) -> Finding | None:
     starts = np.flatnonzero(zero & ~np.concatenate(([False], zero[:-1])))
     for start in starts:
         length = int(np.argmin(zero[start:])) if not zero[start:].all() else len(zero) - int(start)
-        if length < T.ZERO_STEPS:
+        if length < max(T.ZERO_STEPS, T.ZERO_SHARE * int(start)):
             continue
         first, last = int(step[start]), int(step[start + length - 1])
         update = curve(capsule, "update_norm").between(first, last).finite()

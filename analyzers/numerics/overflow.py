@@ -12,13 +12,23 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from . import thresholds as T
-from .symptoms import Ints, curve, execution_order, first_nonfinite, has_scaler, skipped_steps, unlawful
+from .symptoms import (
+    FLOAT16_NEAR,
+    FLOAT16_SIZED,
+    Ints,
+    curve,
+    execution_order,
+    first_nonfinite,
+    has_scaler,
+    mask_filled,
+    skipped_steps,
+    unlawful,
+)
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
 LIMIT = T.DTYPE_MAX["float16"]
-NEAR = LIMIT / T.NEAR_FACTOR
 
 #: Roles in which size is a matter of the forward pass; gradients are judged apart, since a scaler handles theirs.
 FORWARD = ("activation", "logits", "input", "loss")
@@ -82,12 +92,6 @@ def growth(history: list[Level], last: float) -> bool:
     return last >= T.GROWTH_FACTOR * typical and history[-1].value >= last / T.JUMP_NOT_GROWTH
 
 
-def mask_fill(stats: Any, row: int) -> bool:
-    """Whether the magnitude is that of a mask constant: everything large is negative, at finfo.min or a multiple."""
-    low, high = float(stats.min[row]), float(stats.max[row])
-    return math.isfinite(low) and low <= -NEAR and abs(high) < -low / T.INF_NEIGHBOUR_FACTOR
-
-
 def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
     """The first float16 tensor that left the range, or the first that grew to within 2 × of it; None otherwise.
 
@@ -101,9 +105,11 @@ def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
     if not eligible.any():
         return None
     first_bad = first_nonfinite(capsule, stats)
-    large = eligible & np.isfinite(stats.absmax) & (stats.absmax >= NEAR)
+    large = eligible & np.isfinite(stats.absmax) & (stats.absmax >= FLOAT16_NEAR)
     # A norm alone proves a large element only where the root mean square is itself that large.
-    large |= eligible & ~np.isfinite(stats.absmax) & np.isfinite(stats.rms) & (stats.rms >= NEAR)
+    large |= eligible & ~np.isfinite(stats.absmax) & np.isfinite(stats.rms) & (stats.rms >= FLOAT16_NEAR)
+
+    filled = mask_filled(stats)
 
     def history(row: int) -> list[Level]:
         same = (stats.name == stats.name[row]) & (stats.rank == stats.rank[row]) & (stats.role == stats.role[row])
@@ -119,11 +125,11 @@ def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
             before = history(suspect)
             infinite = bool(stats.posinf[suspect] > 0 or stats.neginf[suspect] > 0)
             # An Inf beside small finite values is a division or a logarithm, whatever the dtype.
-            sized = infinite and stats.absmax[suspect] >= LIMIT / T.INF_NEIGHBOUR_FACTOR
+            sized = infinite and stats.absmax[suspect] >= FLOAT16_SIZED
             # NaN alone needs a past that stood close to the limit; with an Inf it may have come from further away.
             grew = len(before) > 1 and growth(before[:-1], before[-1].value)
             grew = grew and before[-1].within(T.JUMP_NOT_GROWTH if sized else T.NAN_NEAR_FACTOR)
-            if large[suspect] and not mask_fill(stats, suspect):
+            if large[suspect] and not filled[suspect]:
                 grew |= growth(before, float(stats.absmax[suspect]))
             if grew or sized:
                 return Overflow(suspect, True, grew, tuple(before[-T.TRAJECTORY :]))
@@ -138,7 +144,7 @@ def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
             continue  # no larger than a record that was not growth
         checked[tensor] = last
         before = history(int(row))
-        if not mask_fill(stats, int(row)) and growth(before, last):
+        if not filled[row] and growth(before, last):
             return Overflow(int(row), False, True, tuple(before[-T.TRAJECTORY :]))
     return None
 
@@ -264,7 +270,7 @@ def _tensor_finding(stats: Any, found: Overflow) -> Finding:
             f"{name} ({stats.role[row]}): {measure} {path} → {largest:,.0f} by step {step}; float16 ends at 65,504."
         )
     evidence = [
-        Evidence(name="absmax", value=largest, expected=f"< {NEAR:.0f}", note="largest finite element"),
+        Evidence(name="absmax", value=largest, expected=f"< {FLOAT16_NEAR:.0f}", note="largest finite element"),
         Evidence(name="largest float16", value=LIMIT),
         Evidence(
             name=f"{measure} over the steps",

@@ -26,6 +26,10 @@ Bools = NDArray[np.bool_]
 #: Roles whose −inf alone is a mask at work: attention scores, masked logits, additive masks.
 MAY_BE_MASKED = ("input", "activation", "logits")
 
+#: Magnitudes from which a float16 tensor is near the end of its range, and from which an Inf can come from size.
+FLOAT16_NEAR = T.DTYPE_MAX["float16"] / T.NEAR_FACTOR
+FLOAT16_SIZED = T.DTYPE_MAX["float16"] / T.INF_NEIGHBOUR_FACTOR
+
 #: Windows reduced at a time: bounds the memory of a long series.
 _BLOCK = 1 << 15
 
@@ -110,7 +114,8 @@ def has_scaler(capsule: Capsule) -> bool:
 def unlawful(capsule: Capsule, stats: Any) -> Bools:
     """Which rows hold non-finite values that should not be there.
 
-    Lawful: −inf alone where a mask may have written it, and gradients of a step that the scaler skipped. A row that
+    Lawful: −inf alone where a mask may have written it, and gradients of a step that the scaler skipped. In float16 a
+    negative overflow looks the same and is told by the large finite elements beside it. A row that
     carries only an infinite norm (nothing was counted) is judged by the loss of its step: a mask leaves it finite.
     """
     bad: Bools = np.asarray(stats.nonfinite, bool).copy()
@@ -118,7 +123,8 @@ def unlawful(capsule: Capsule, stats: Any) -> Bools:
         return bad
     role = np.asarray(stats.role, dtype=object)
     maskable: Bools = np.isin(role.astype(str), MAY_BE_MASKED)
-    bad &= ~(maskable & (stats.nan == 0) & (stats.posinf == 0) & (stats.neginf > 0))
+    overflowed = (stats.dtype == "float16") & (stats.absmax >= FLOAT16_SIZED) & ~mask_filled(stats)
+    bad &= ~(maskable & (stats.nan == 0) & (stats.posinf == 0) & (stats.neginf > 0) & ~overflowed)
     uncounted: Bools = bad & maskable & (stats.nan < 0) & (stats.neginf < 0) & np.isposinf(stats.rms)
     if uncounted.any():
         loss = curve(capsule, "loss").finite()
@@ -128,6 +134,11 @@ def unlawful(capsule: Capsule, stats: Any) -> Bools:
         skipped = skipped_steps(capsule)
         bad &= ~(gradients & np.isin(stats.step, list(skipped)))
     return bad
+
+
+def mask_filled(stats: Any) -> Bools:
+    """Rows whose magnitude is that of a mask constant: all that is large is negative, near or beyond finfo.min."""
+    return (stats.min <= -FLOAT16_NEAR) & (np.abs(stats.max) < -stats.min / T.INF_NEIGHBOUR_FACTOR)
 
 
 def execution_order(stats: Any, rows: Ints) -> Ints:

@@ -78,6 +78,8 @@ JUMP_WINDOW: Final = 50
 #: Steps at zero, or at one value where the schedule moves, before the scheduler is called frozen.
 ZERO_STEPS: Final = 10
 FROZEN_STEPS: Final = 20
+#: After a decay, zeros must be this share of the steps before: logs print a small rate as 0.000000.
+ZERO_SHARE: Final = 0.02
 #: Relative change that the schedule must predict over the recorded steps.
 FROZEN_CHANGE: Final = 0.1
 #: Fall of the loss (share of its start) which shows that the model does learn, whatever the logged rate says.

@@ -23,11 +23,23 @@ def run(losses, **fields):
     return fill
 
 
+def captured(losses, step, row, tokens):
+    """The same run with the batch of one step on record: text-like rows, and ``tokens`` in one of them."""
+
+    def fill(writer):
+        run(losses)(writer)
+        ids = np.random.default_rng(5).integers(97, 123, (8, 64))
+        ids[row] = tokens
+        writer.batch(step=step, input_ids=ids)
+
+    return fill
+
+
 @pytest.mark.fires(RULE)
 def test_random_bytes_among_text_are_named(build, findings_of):
     losses = sample_losses(100)
     losses[80][3] = 8.1
-    (finding,) = findings_of(RULE, build(run(losses), BYTES))
+    (finding,) = findings_of(RULE, build(captured(losses, 80, 3, np.arange(64) * 4), BYTES))
     assert (finding.severity, finding.confidence) == ("critical", "likely")
     assert (finding.where.step, finding.where.sample) == (80, "s80.3")
     numbers = {entry.name: entry.value for entry in finding.evidence}
@@ -36,6 +48,35 @@ def test_random_bytes_among_text_are_named(build, findings_of):
     assert numbers["uniform guess"] == pytest.approx(math.log(256))
     assert numbers["length"] == 64
     assert numbers["z"] > 6
+
+
+@pytest.mark.parametrize("tokens", [np.full(64, 45), None], ids=["a line of dashes", "tokens not on record"])
+def test_what_may_be_mere_repetition_is_only_noted(build, findings_of, tokens):
+    losses = sample_losses(100)
+    losses[80][3] = 8.1
+    fill = run(losses) if tokens is None else captured(losses, 80, 3, tokens)
+    (finding,) = findings_of(RULE, build(fill, BYTES))
+    assert (finding.severity, finding.title) == ("info", "A sample unlike the others")
+
+
+@pytest.mark.fires(RULE)
+def test_harm_right_after_it_needs_no_tokens(build, findings_of):
+    losses = sample_losses(100)
+    losses[80][3] = 8.1
+    for step in range(82, 100):
+        losses[step] = [loss + 6 for loss in losses[step]]
+    (finding,) = findings_of(RULE, build(run(losses), BYTES))
+    assert (finding.severity, finding.kind, finding.where.step) == ("critical", "divergence", 80)
+
+
+@pytest.mark.fires(RULE)
+def test_harm_long_after_it_is_not_its_doing(build, findings_of):
+    losses = sample_losses(140)
+    losses[80][3] = 8.1
+    for step in range(120, 140):
+        losses[step] = [loss + 6 for loss in losses[step]]
+    (finding,) = findings_of(RULE, build(captured(losses, 80, 3, np.arange(64) * 4), BYTES))
+    assert (finding.severity, finding.kind) == ("warning", "hygiene")
 
 
 @pytest.mark.quiet(RULE)
@@ -139,7 +180,8 @@ def test_a_memorised_set_has_shares_of_nothing(build, findings_of):
 def test_far_beyond_anything_seen_is_a_warning_where_no_guess_is_known(build, findings_of):
     losses = sample_losses(100)
     losses[80][3] = 8.1
-    assert findings_of(RULE, build(run(losses)))[0].severity == "warning"
+    (finding,) = findings_of(RULE, build(captured(losses, 80, 3, np.arange(64) * 4)))
+    assert finding.severity == "warning"
 
 
 @pytest.mark.quiet(RULE)

@@ -33,6 +33,19 @@ def test_growth_into_infinity_is_shown_as_a_trajectory(build, findings_of):
 
 
 @pytest.mark.fires(RULE)
+def test_a_negative_overflow_is_no_mask(build, findings_of):
+    """−Inf alone, as a mask leaves it, but beside elements of 65,000 of either sign."""
+    (finding,) = findings_of(RULE, build(stats(*growing(), row(5, 4, "blocks.2.down", 65_000, neginf=270))))
+    assert (finding.where.step, finding.where.tensor) == (5, "blocks.2.down")
+
+
+@pytest.mark.quiet(RULE)
+def test_a_mask_added_twice_leaves_minus_infinity_beside_its_constant(build, findings_of):
+    doubled = row(1, 4, "scores", 65_504.0, min=-65_504.0, max=20.0, neginf=2016)
+    assert not findings_of(RULE, build(stats(row(0, 4, "scores", 20.0), doubled)))
+
+
+@pytest.mark.fires(RULE)
 def test_a_finite_tensor_that_grew_to_within_a_factor_of_two_is_a_warning(build, findings_of):
     (finding,) = findings_of(RULE, build(stats(*growing()[:4])))
     assert finding.severity == "warning"
