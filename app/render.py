@@ -187,11 +187,11 @@ def _evidence_table(rows: Sequence[Evidence]) -> Table:
 
 
 def _counterfactual(table_of: Counterfactual) -> list[RenderableType]:
-    """Observed, healthy, every candidate that fits, and the nearest that does not."""
+    """Reported, healthy, every candidate that fits, and the nearest that does not."""
     table = _table()
     for name, justify in (("candidate", "left"), ("value", "right"), ("off by", "right"), ("fits", "left")):
         table.add_column(name, justify=justify, overflow="fold")  # pyright: ignore[reportArgumentType]
-    table.add_row(Text("  observed"), Text(figure(table_of.observed), "bold"), "–", "–")
+    table.add_row(Text("  reported"), Text(figure(table_of.observed), "bold"), "–", "–")
 
     def add(candidate: Candidate, name: str) -> None:
         fits = "yes" if candidate.fits else "no"
@@ -215,7 +215,7 @@ def _counterfactual(table_of: Counterfactual) -> list[RenderableType]:
     notes = [f"fits within ±{table_of.tolerance:.2g}", f"chance of a match {table_of.chance:.1g}"]
     notes += [f"cannot be told apart: {one_line(' = '.join(each))}" for each in table_of.classes if len(each) > 1]
     if table_of.inert:
-        notes.append(f"change nothing here: {one_line(', '.join(table_of.inert))}")
+        notes.append(f"not testable here (no effect on this input): {one_line(', '.join(table_of.inert))}")
     return [table, Text(" · ".join(notes), _DIM)]
 
 

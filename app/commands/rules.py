@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from ..output import CommandError, console, narrate, print_json
 from ..text import visible
 from ..worker import Worker, WorkerError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class RuleRow(msgspec.Struct, kw_only=True):
@@ -55,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(known)
     elif args.id is not None:
-        _document(known.rules[0])
+        screen = console(min(console().width, 110))
+        for line in documentation(known.rules[0]):
+            screen.print(line)
     else:
         _list(known.rules)
     return 0
@@ -89,30 +94,29 @@ def _list(rules: tuple[RuleRow, ...]) -> None:
     screen.print(Text("\n llmconsole rules ID documents one of them", "bright_black"))
 
 
-def _document(rule: RuleRow) -> None:
-    """Print the documentation, wrapped, headings in bold; below it what the rule declares."""
+def documentation(rule: RuleRow) -> list[RenderableType]:
+    """The documentation as lines to print, headings in bold; below it what the rule declares."""
     from rich.padding import Padding
     from rich.text import Text
 
-    screen = console(min(console().width, 110))
     head = Text(f" {visible(rule.id)}", "bold")
     head.append(f"   {rule.stage} · {rule.kind} · {rule.severity}", "not bold bright_black")
-    screen.print(head)
+    lines: list[RenderableType] = [head]
     for block in visible(rule.documentation, keep="\n").split("\n\n"):
         heading, _, rest = block.partition("\n")
-        screen.print()
+        lines.append(Text())
         if heading and _is_heading(heading):
-            screen.print(Text(f" {heading.rstrip(':')}", "bold"))
+            lines.append(Text(f" {heading.rstrip(':')}", "bold"))
             block = rest
         if block.strip():
             block = textwrap.dedent(block)
-            lines = block.split("\n")
-            flowing = not any(line.startswith((" ", "-", "*", "|")) for line in lines)
-            screen.print(Padding(Text(" ".join(lines) if flowing else block), (0, 0, 0, 3)))
-    screen.print()
+            flowing = not any(line.startswith((" ", "-", "*", "|")) for line in block.split("\n"))
+            lines.append(Padding(Text(" ".join(block.split("\n")) if flowing else block), (0, 0, 0, 3)))
+    lines.append(Text())
     for name, values in (("Needs", rule.needs), ("Explained by", rule.explained_by), ("Cases", rule.cases)):
         if values:
-            screen.print(Text(f" {name}: ", "bold") + Text(visible(", ".join(values)), "not bold"))
+            lines.append(Text(f" {name}: ", "bold") + Text(visible(", ".join(values)), "not bold"))
+    return lines
 
 
 def _is_heading(line: str) -> bool:

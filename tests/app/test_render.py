@@ -106,7 +106,7 @@ def test_the_table_of_candidates_shows_observed_healthy_what_fits_and_the_runner
     assert "▸ mean-of-means 5 1e-16 yes" in text
     assert "next nearest: sequence-mean 4.8712 0.13 no, 129 tolerances off" in text
     assert "cannot be told apart: mean-of-means = per-micro-mean" in text
-    assert "change nothing here: pad-in-loss" in text
+    assert "no effect on this input): pad-in-loss" in text
 
 
 def test_a_consequence_is_a_line_under_its_cause_and_not_a_finding_of_its_own():
