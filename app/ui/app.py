@@ -8,13 +8,15 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from textual import on
 from textual.app import App
 from textual.binding import BindingType
 
 from .. import paths
 from .actions import Action, bindings, load_keymap
 from .driver import Driver
-from .link import Link
+from .link import Answer, Link
+from .reports import Reports
 from .state import State, load, save
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Console(App[None]):
         super().__init__(driver_class=Driver)
         self.directory = directory
         self.link = Link()
+        self.reports = Reports(self, self.link)
         self.remember = remember
         self.state = load(directory) if remember else State()
         self.keymap, self.warnings = load_keymap(paths.config_directory() / "keys.toml")
@@ -65,6 +68,11 @@ class Console(App[None]):
         self.link.close()
         if self.remember:
             save(self.directory, self.state)
+
+    @on(Answer)
+    def _reported(self, answer: Answer) -> None:
+        if answer.method == "analyze":
+            self.reports.keep(answer)
 
     def _ended(self, number: signal.Signals) -> None:
         self.exit(return_code=128 + number)

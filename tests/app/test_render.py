@@ -101,12 +101,12 @@ def test_the_first_divergence_comes_first_with_its_place_and_its_advice():
 
 def test_the_table_of_candidates_shows_observed_healthy_what_fits_and_the_runner_up():
     text = " ".join(printed(report_of(CAUSE, first=CAUSE), 120).split())
-    assert "observed 5 – –" in text
+    assert "reported 5 – –" in text
     assert "healthy 2.0656 2.9 no, 2,934 tolerances off" in text
     assert "▸ mean-of-means 5 1e-16 yes" in text
     assert "next nearest: sequence-mean 4.8712 0.13 no, 129 tolerances off" in text
     assert "cannot be told apart: mean-of-means = per-micro-mean" in text
-    assert "no effect on this input): pad-in-loss" in text
+    assert "not testable here (no effect on this input): pad-in-loss" in text
 
 
 def test_a_consequence_is_a_line_under_its_cause_and_not_a_finding_of_its_own():

@@ -15,7 +15,6 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Footer, Input, Static
 
-from ....analyzers.report import CapsuleReport
 from ...listing import Entry, Listing
 from ...looks.types import SeriesColumns
 from ...text import one_line
@@ -74,8 +73,6 @@ class HomeScreen(Screen[None]):
         super().__init__()
         self.directory = directory
         self._listing: Listing | None = None
-        # Path → the change it was made of, and the report or why there is none.
-        self._reports: dict[str, tuple[float, CapsuleReport | str]] = {}
         self._problem = ""
         self._filter = ""
         self._paused = False
@@ -118,6 +115,7 @@ class HomeScreen(Screen[None]):
         self.query_one("#verdict").border_title = "…"
         self.query_one("#capsules").focus()
         self._head()
+        self.console_app.reports.arrived.subscribe(self, self._analysed)
         self.call_after_refresh(self._poll)
         self.set_interval(1.0, self._poll)
 
@@ -137,8 +135,6 @@ class HomeScreen(Screen[None]):
     def _answered(self, answer: Answer) -> None:
         if answer.method == "listing":
             self._listed(answer)
-        elif answer.method == "analyze":
-            self._analysed(answer)
         elif answer.method == "curves":
             self._drawn(answer)
 
@@ -152,12 +148,7 @@ class HomeScreen(Screen[None]):
                 self._rows.select(self.console_app.state.capsule)
         self._head()
 
-    def _analysed(self, answer: Answer) -> None:
-        path = answer.params["path"]
-        entry = self._entry(path)
-        made_of = entry.changed if entry is not None else 0.0
-        report = answer.problem or msgspec.convert(answer.result, CapsuleReport)
-        self._reports[path] = (made_of, report)
+    def _analysed(self, path: str) -> None:
         self._fill()
         if self._selected is not None and self._selected.path == path:
             self._show_report(self._selected)
@@ -195,9 +186,12 @@ class HomeScreen(Screen[None]):
             return "live"
         if entry.incident in ("fixed", "gated"):
             return "resolved"
-        report = self._reports.get(entry.path, (0.0, ""))[1]
-        if isinstance(report, str):
-            return "damaged" if report else "unread"
+        kept = self.console_app.reports.of(entry.path)
+        if kept is None:
+            return "unread"
+        if kept.report is None:
+            return "damaged"
+        report = kept.report
         first = report.first_divergence
         if first is None:
             return "quiet"
@@ -272,19 +266,19 @@ class HomeScreen(Screen[None]):
     def _show_report(self, entry: Entry) -> None:
         box = self.query_one("#verdict")
         box.border_title = one_line(f"{entry.title or entry.name}  {entry.message}"[:200]).replace("[", r"\[")
-        made_of, report = self._reports.get(entry.path, (None, None))
+        kept = self.console_app.reports.of(entry.path)
         verdict, advice = self.query_one(Verdict), self.query_one(Advice)
         if entry.problem:
             verdict.show(None, f" {one_line(entry.problem)}")
             advice.show(None)
-        elif isinstance(report, CapsuleReport):
-            verdict.show(report)
-            advice.show(report)
+        elif kept is not None and kept.report is not None:
+            verdict.show(kept.report)
+            advice.show(kept.report)
         else:
-            verdict.show(None, f" {one_line(report)}" if report else " analysing …")
+            verdict.show(None, f" {one_line(kept.problem)}" if kept is not None else " analysing …")
             advice.show(None)
-        if not entry.problem and made_of != entry.changed:
-            self.console_app.link.ask(self, "analyze", {"path": entry.path}, channel="verdict")
+        if not entry.problem:
+            self.console_app.reports.want(entry.path, entry.changed)
 
     def _ask_curves(self, entry: Entry) -> None:
         if entry.problem:
