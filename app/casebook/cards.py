@@ -7,6 +7,7 @@ is no heading, and what surrounds an edit is never printed anew.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ def parse(text: str, *, seed: bool = False) -> tuple[Card, ...]:
 
     lines = split_lines(text)
     # A byte order mark would hide a heading in the first line; line numbers do not change.
-    tokens = MarkdownIt("commonmark").parse(text.removeprefix("\ufeff"))
+    tokens = MarkdownIt("commonmark").disable("inline").parse(text.removeprefix("\ufeff"))
     headings = [
         (token.map[0], token.tag, tokens[index + 1].content)
         for index, token in enumerate(tokens)
@@ -106,6 +107,7 @@ def parse(text: str, *, seed: bool = False) -> tuple[Card, ...]:
         and index + 2 < len(tokens)
         and tokens[index + 2].type == "inline"
     ]
+    firsts = [first for first, _, _ in items]  # in file order, so a section's items are found without a scan
     cards: list[Card] = []
     for position, (start, tag, content) in enumerate(headings):
         heading = _HEADING.fullmatch(content.strip())
@@ -113,10 +115,11 @@ def parse(text: str, *, seed: bool = False) -> tuple[Card, ...]:
             continue
         end = headings[position + 1][0] if position + 1 < len(headings) else len(lines)
         end = _without_blank_tail(lines, start, end)
+        here = items[bisect_right(firsts, start) : bisect_left(firsts, end)]
         fields = tuple(
             Field(field["name"].strip(), _value(lines, first, stop), first, stop)
-            for first, last, inline in items
-            if start < first < end and (field := _FIELD.match(inline))
+            for first, last, inline in here
+            if (field := _FIELD.match(inline))
             for stop in [_without_blank_tail(lines, first, last)]
         )
         cards.append(
