@@ -15,6 +15,15 @@ _MODULES = {
     "contents": "capsules",
     "curves": "curves",
     "marks": "curves",
+    "case_list": "cases",
+    "case_card": "cases",
+    "case_history": "cases",
+    "resolve_draft": "resolving",
+    "resolve_plan": "resolving",
+    "resolve_commit": "resolving",
+    "memory": "memory",
+    "ranks": "ranks",
+    "latency": "latency",
 }
 
 

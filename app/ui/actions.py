@@ -46,8 +46,21 @@ ACTIONS: tuple[Action, ...] = (
     Action("app.quit", "app", "q", "quit", "Leave the console", "app.quit"),
     Action("home.open", "home", "enter", "open", "Open the capsule", "open"),
     Action("home.filter", "home", "slash", "filter", "Show only capsules that hold these words", "filter"),
+    Action(
+        "home.resolve", "home", "r", "resolve", "Make a case of this incident, shown first, then committed", "resolve"
+    ),
+    Action("home.export", "home", "e", "", "Write this capsule's report to a file: text, SVG or HTML", "export"),
     Action("home.pause", "home", "space", "", "Hold the view still; recording and reading go on", "pause"),
     Action("capsule.close", "capsule", "escape", "back", "Back to the list", "close"),
+    Action(
+        "capsule.resolve",
+        "capsule",
+        "r",
+        "resolve",
+        "Make a case of this incident, shown first, then committed",
+        "resolve",
+    ),
+    Action("capsule.export", "capsule", "e", "", "Write this capsule's report to a file: text, SVG or HTML", "export"),
     *(
         Action(f"capsule.view-{number}", "capsule", str(number), "", f"View {number}", f"view({number})")
         for number in range(1, 10)
@@ -88,6 +101,34 @@ ACTIONS: tuple[Action, ...] = (
     Action("batch.left", "batch", "left,h", "step", "Previous captured batch", "step(-1)"),
     Action("batch.right", "batch", "right,l", "", "Next captured batch", "step(1)"),
     Action("batch.micro", "batch", "m", "", "Next micro-batch or rank of this step", "micro"),
+    Action("memory.right", "memory", "right,l", "", "Next step with a ledger", "step(1)"),
+    Action("memory.left", "memory", "left,h", "step", "Previous step with a ledger", "step(-1)"),
+    Action("memory.peak", "memory", "w", "peak", "The step at which most was allocated", "peak"),
+    Action("memory.rank", "memory", "R", "rank", "Next rank", "rank"),
+    Action("ranks.left", "ranks", "left,h", "", "Earlier collectives", "along(-1)"),
+    Action("ranks.right", "ranks", "right,l", "along", "Later collectives", "along(1)"),
+    Action("ranks.page-left", "ranks", "comma", "", "A screen of collectives earlier", "page(-1)"),
+    Action("ranks.page-right", "ranks", "full_stop", "", "A screen of collectives later", "page(1)"),
+    Action("ranks.up", "ranks", "up,k", "", "Previous rank", "rank(-1)"),
+    Action("ranks.down", "ranks", "down,j", "rank", "Next rank", "rank(1)"),
+    Action("ranks.first", "ranks", "w", "first difference", "Go to the first collective that ranks differ in", "first"),
+    Action("ranks.group", "ranks", "p", "group", "Next process group", "group"),
+    Action("latency.down", "latency", "down,j", "", "Further down the slices", "scroll(1)"),
+    Action("latency.up", "latency", "up,k", "slices", "Back up the slices", "scroll(-1)"),
+    Action("latency.measure", "latency", "t", "measure", "Time to first token, or the whole request", "measure"),
+    Action("cases.back", "cases", "escape", "back", "Back to where you came from", "back"),
+    Action("cases.search", "cases", "slash", "search", "Back to the search box", "search"),
+    Action("cases.down", "cases", "down", "", "Next case", "move(1)"),
+    Action("cases.up", "cases", "up", "", "Previous case", "move(-1)"),
+    Action("cases.page-down", "cases", "pagedown", "", "Scroll the card down", "page(1)"),
+    Action("cases.page-up", "cases", "pageup", "", "Scroll the card up", "page(-1)"),
+    Action("cases.open", "cases", "enter", "occurrences", "Occurrences, gate and commits of the case", "open"),
+    Action("resolve.back", "resolve", "escape", "back", "Back; asks before anything typed is lost", "back"),
+    Action("resolve.down", "resolve", "down", "fields", "Next field (so does enter)", "field(1)"),
+    Action("resolve.up", "resolve", "up", "", "Previous field", "field(-1)"),
+    Action("resolve.review", "resolve", "f2", "review", "Show file, diff and message of the commit", "review"),
+    Action("review.commit", "review", "y", "commit", "Commit exactly what is shown", "commit"),
+    Action("review.back", "review", "escape", "back to the form", "Back to the form; nothing was written", "back"),
 )
 
 
