@@ -6,7 +6,7 @@ import json
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmconsole.app.text import ending, keep_tail, one_line, safe_json, stand_in, visible
 
@@ -42,6 +42,7 @@ def test_a_block_may_keep_its_line_ends():
 
 
 @given(st.text())
+@settings(max_examples=50)
 def test_nothing_that_prints_is_anything_but_printable(text: str):
     shown = visible(text)
     assert all(unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for char in shown)

@@ -115,7 +115,7 @@ class TestAppending:
         assert "\x1b" not in text
 
     @given(logs(), words, words)
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=80, deadline=None)
     def test_every_byte_before_the_new_section_stays(self, text: str, title: str, fix: str):
         before = cards.parse(text)
         after = cards.append(text, "new-case", f"t{title}", {"Class": "kernel", "Fix": fix})
@@ -148,7 +148,7 @@ class TestChangingAField:
         assert twice == LOG.replace(line, line + "  - 2026-11-30 run b\n  - 2026-12-01 run c\n")
 
     @given(logs(), words, st.sampled_from(["Class", "Fix", "Own field", "Gate"]), st.data())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=120, deadline=None)
     def test_every_byte_outside_the_field_stays(self, text: str, value: str, name: str, data: st.DataObject):
         known = cards.parse(text)
         if not known:
