@@ -21,7 +21,7 @@ from .observed import observed_facts
 from .output import Output, read_samples, standard_scalars
 from .parameters import group_records, unowned_records
 from .ring import Ring
-from .tape import Row
+from .tape import UNKNOWN, Row
 from .triggers import Limits, Spike, Trigger, first_bad
 from .window import Window
 
@@ -134,7 +134,7 @@ class Finisher:
         self._attempt("values", lambda: self._collect(window, tokens))
         self._attempt("samples", lambda: read_samples(window))
         self._attempt("values", lambda: window.read(self._loop.tape))
-        rows = [row for row in self._loop.tape.rows if not isinstance(row.norm, Tensor)]
+        rows = [row for row in self._loop.tape.rows if row.about is not UNKNOWN and not isinstance(row.norm, Tensor)]
         for row in window.losses:
             row.norm = abs(float(row.norm))
         values = standard_scalars(window, tokens)
@@ -174,14 +174,23 @@ class Finisher:
         window.sharded = self._loop.sharded
 
     def _collect_updates(self, window: Window) -> None:
-        sample = self._loop.sample
-        measured = sample.after() if sample is not None and window.stepped else None
-        if sample is None or measured is None:
+        loop = self._loop
+        loop.measured_update = False
+        if loop.sample is None or not window.stepped:
             return
+        measured = loop.sample.after()
+        if measured is None:
+            return
+        loop.measured_update = True
         parameters, updates = measured
-        for name, parameter, update in zip(sample.names, parameters, updates, strict=True):
+        for parameter, update in zip(parameters, updates, strict=True):
             window.later(parameter, window.parameter_values.append)
-            window.later(update, lambda v, n=name: window.update_values.__setitem__(n, v))
+            window.later(update, window.update_values.append)
+        if loop.large_sample is not None and (large := loop.large_sample.after()) is not None:
+            updates = large[1]
+        names = (loop.large_sample or loop.sample).names
+        for name, update in zip(names, updates, strict=True):
+            window.later(update, lambda v, n=name: window.update_norms.__setitem__(n, v))
 
     @torch.no_grad()
     def _measure_parameters(self) -> None:
@@ -193,8 +202,7 @@ class Finisher:
             if name is not None and statistics.is_readable(local) and local.numel():
                 about = loop.hooks.describe(name, "parameter", parameter)
                 loop.tape.rows.append(Row(name, "parameter", about, 0, 0, full=statistics.full(local)))
-        changes = loop.sample.changes() if loop.sample is not None else {}
-        for name, change in changes.items():
+        for name, change in loop.changes().items():
             about = statistics.describe(change)
             loop.tape.rows.append(Row(name, "update", about, 0, 0, full=statistics.full(-change)))
 
@@ -242,7 +250,7 @@ class Finisher:
         output.tokens_seen += sum(count for count in tokens if isinstance(count, int))
         if triggers and not window.everything:
             attempt("parameters", lambda: self._write_parameters(window.step, len(rows)))
-        if triggers or window.everything:
+        if triggers or window.due:
             attempt("parameter groups", lambda: self._write_groups(window))
         if triggers or window.due:
             attempt("batches", lambda: output.ring(self._ring))
@@ -261,9 +269,8 @@ class Finisher:
     def _write_groups(self, window: Window) -> None:
         loop = self._loop
         norms = {name: float(row.norm) for name, row in window.gradients.items()}
-        changes = loop.sample.changes() if loop.sample is not None and window.stepped else {}
         names = loop.hooks.parameters
-        records = group_records(window.step, loop.optimizers, names, norms, window.update_values, changes)
+        records = group_records(window.step, loop.optimizers, names, norms, window.update_norms, loop.changes())
         owned = {record["name"] for record in records}
         if loop.optimizers:
             parameters = {names[id(p)]: p for p in loop.hooks.root.parameters() if id(p) in names}

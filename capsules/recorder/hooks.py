@@ -179,7 +179,7 @@ class ModuleHooks:
                     self._hook_gradient(name + suffix, tensor, call)
             return
         call = tape.count(name)
-        for suffix, tensor in tensors_of(output):
+        for suffix, tensor in (("", output),) if type(output) is Tensor else tensors_of(output):
             if not statistics.is_readable(tensor) or tape.seen(tensor) is not None:
                 continue
             full_name = name + suffix
@@ -203,14 +203,13 @@ class ModuleHooks:
 
     def _parameter_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if not self._tape.on or gradient is None or not statistics.is_readable(gradient):
+            if not self._tape.on:
                 return
             try:
-                row = self._tape.reserve(name, "gradient", self.describe(name, "gradient", gradient))
-                self.pending.append((row, parameter))
-                if self._reduced_later:
-                    self.local_norms.append(statistics.norm(statistics.local(gradient)))
+                # Only the place in the order is taken now: one fused call measures all gradients after the pass.
+                self.pending.append((self._tape.reserve(name, "gradient"), parameter))
+                if self._reduced_later and parameter.grad is not None:
+                    self.local_norms.append(statistics.norm(statistics.local(parameter.grad)))
             except Exception as error:
                 self._guard("activations and gradients", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from . import batch, statistics
 from .hooks import ModuleHooks
-from .parameters import UpdateSample, gradient_norms
+from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
 from .ring import Micro
 from .tape import Row, Tape
 from .window import Window
@@ -50,6 +51,8 @@ class Loop:
         self.window: Window | None = None
         self.inside = False  # a micro-batch is being run
         self.sample: UpdateSample | None = None
+        self.large_sample: UpdateSample | None = None
+        self.measured_update = False
         self.ignore_index = ignore_index
         self.given = given
         self._whole_updates = whole_updates
@@ -177,7 +180,8 @@ class Loop:
         micro = window.micro
         micro.backward_losses.append(detached)
         micro.loss_dtype = str(detached.dtype).removeprefix("torch.")
-        row = self.tape.reserve("loss", "loss", statistics.describe(detached))
+        row = self.tape.reserve("loss", "loss")
+        row.about = self.hooks.describe("loss", "loss", detached)
         row.norm = detached.item() if detached.device.type == "cpu" else detached
         window.losses.append(row)
 
@@ -198,8 +202,11 @@ class Loop:
         self.hooks.local_norms = []
         # A parameter used twice is announced twice; the last place is where its gradient was complete.
         found = [(row, p.grad) for row, p in {id(p): (row, p) for row, p in pending}.values() if p.grad is not None]
-        measured = [(row, statistics.local(gradient)) for row, gradient in found]
-        measured = [(row, gradient) for row, gradient in measured if gradient.numel()]
+        measured: list[tuple[Row, Tensor]] = []
+        for row, gradient in found:
+            if statistics.is_readable(gradient) and gradient.numel():
+                row.about = self.hooks.describe(row.name, "gradient", gradient)
+                measured.append((row, statistics.local(gradient)))
         if not measured:
             return
         norms = gradient_norms([gradient for _, gradient in measured])
@@ -208,7 +215,7 @@ class Loop:
         for (row, gradient), norm in zip(measured, numbers, strict=True):
             row.norm = norm
             window.gradients[row.name] = row
-            if self.tape.everything or (on_cpu and not torch.isfinite(torch.tensor(norm))):
+            if self.tape.everything or (on_cpu and not math.isfinite(float(norm))):
                 row.full = statistics.full(gradient)
                 self.tape.everything = self.tape.everything or (on_cpu and row.bad)
 
@@ -218,12 +225,7 @@ class Loop:
         parameters = [p for p in self.hooks.root.parameters() if p.grad is not None and id(p) in names]
         rows: list[tuple[Row, Tensor]] = []
         for parameter in reversed(parameters):
-            gradient = parameter.grad
-            if gradient is not None and statistics.is_readable(gradient):
-                name = names[id(parameter)]
-                rows.append(
-                    (self.tape.reserve(name, "gradient", self.hooks.describe(name, "gradient", gradient)), parameter)
-                )
+            rows.append((self.tape.reserve(names[id(parameter)], "gradient"), parameter))
         return rows
 
     def read_logits(self) -> None:
@@ -282,12 +284,26 @@ class Loop:
         return self._layouts[device]
 
     def _copy_parameters(self) -> None:
+        window = self.window
         if self.sample is None:
-            named = {
-                self.hooks.parameters[id(p)]: p for p in self.hooks.root.parameters() if id(p) in self.hooks.parameters
-            }
-            self.sample = UpdateSample(named, self._whole_updates)
+            on_cpu = all(p.device.type == "cpu" for p in self._named_parameters().values())
+            limit = None if self._whole_updates else CPU_BYTES if on_cpu else DEVICE_BYTES
+            self.sample = UpdateSample(self._named_parameters(), limit)
         self.sample.before()
+        if window is not None and window.everything and not self._whole_updates:
+            self.large_sample = self.large_sample or UpdateSample(self._named_parameters(), WHOLE_BYTES)
+            self.large_sample.before()
+        else:
+            self.large_sample = None  # its memory is the job's again
+
+    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        names = self.hooks.parameters
+        return {names[id(p)]: p for p in self.hooks.root.parameters() if id(p) in names}
+
+    def changes(self) -> dict[str, Tensor]:
+        """Parameters before minus after the step of this window, the largest sample there is; empty without a step."""
+        sample = self.large_sample or self.sample
+        return sample.changes() if sample is not None and self.measured_update else {}
 
     def _ours(self, optimizer: Any) -> bool:
         if any(optimizer is known for known in self.optimizers):

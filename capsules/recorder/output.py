@@ -181,7 +181,7 @@ def standard_scalars(window: Window, tokens: list[int | None]) -> dict[str, floa
         values |= {"grad_norm_local": local / (scale or 1.0), "grad_norm_reduced": own}
     if window.update_values:
         values["param_norm"] = root_sum_square(window.parameter_values) or 0.0
-        values["update_norm"] = root_sum_square(list(window.update_values.values())) or 0.0
+        values["update_norm"] = root_sum_square(window.update_values) or 0.0
     if scale is not None:
         values |= {"loss_scale": scale, "overflow": float(window.overflowed)}
     if isinstance(window.learning_rate, float):

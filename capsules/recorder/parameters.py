@@ -10,23 +10,29 @@ from torch import Tensor, nn
 from . import statistics
 from .tape import gather
 
-# A copy is made before every step, of at most this much; of larger parameters the leading elements are taken.
-SAMPLE_BYTES = 64 << 20
+# Copied before every step: at most this much on a device, and less on a CPU, where a copy costs what a step costs.
+DEVICE_BYTES = 64 << 20
+CPU_BYTES = 1 << 20
+# Copied before a step whose updates are written as full rows.
+WHOLE_BYTES = 64 << 20
 
 
 class UpdateSample:
-    """A fixed sample of the parameters whose change is measured at every step.
+    """A fixed sample of the parameters whose change is measured.
 
-    Each parameter gives all its elements while the whole model fits, else an equal share of them, so that no layer is
-    left out. The same sample gives ``param_norm`` and ``update_norm``.
+    Each parameter gives all its elements while the model fits into ``limit`` bytes, else its leading elements up to
+    an equal share, so that no layer is left out. The same sample gives ``param_norm`` and ``update_norm``.
+
+    Args:
+        parameters: by name.
+        limit: bytes, or None to take everything.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], whole: bool) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], limit: int | None) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._whole = whole
+        self._limit = limit
         self._pointers: list[int] = []
         self._groups: list[tuple[list[str], list[Tensor], list[Tensor]]] = []
-        self.complete = False
         self._fresh = False
 
     def _build(self) -> None:
@@ -34,16 +40,16 @@ class UpdateSample:
         locals_ = {name: statistics.local(p) for name, p in self._parameters.items()}
         locals_ = {name: p for name, p in locals_.items() if p.is_floating_point() and p.numel()}
         size = sum(p.numel() * p.element_size() for p in locals_.values())
-        self.complete = self._whole or size <= SAMPLE_BYTES
+        limit = size if self._limit is None else self._limit
         groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[Tensor], list[Tensor]]] = {}
-        left, remaining = SAMPLE_BYTES, len(locals_)
+        left, remaining = limit, len(locals_)
         for name, p in sorted(locals_.items(), key=lambda item: item[1].numel()):  # small ones leave room to others
             view = p
-            if not self.complete:
+            if size > limit:
                 if not p.is_contiguous():
                     remaining -= 1
                     continue
-                view = p.view(-1)[: left // remaining // p.element_size()]
+                view = p.view(-1)[: max(1, left // remaining // p.element_size())]
                 left -= view.numel() * view.element_size()
                 remaining -= 1
             names, views, buffers = groups.setdefault((p.dtype, p.device), ([], [], []))

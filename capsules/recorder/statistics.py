@@ -22,20 +22,28 @@ COLUMNS = (*COUNTS, "min", "max", "absmax", "absmean", "mean", "std", "rms")
 # temporary copies stay small beside the tensor.
 CPU_PIECE = 1 << 16
 DEVICE_PIECE = 1 << 24
+_ROW = 8192
+
+Array = np.ndarray[Any, Any]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether values can be read: dense, real floating point, with storage; a shard is, a tracer's stand-in is not."""
     return (
-        tensor.is_floating_point()
+        (type(tensor) in _PLAIN or hasattr(tensor, "to_local"))
+        and tensor.is_floating_point()
         and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and (type(tensor) in (Tensor, torch.nn.Parameter) or hasattr(tensor, "to_local"))
+        and not tensor.is_meta
     )
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part that lives on this rank, detached; a DTensor gives its shard and starts no collective."""
+    if type(tensor) in _PLAIN:
+        return tensor.detach() if tensor.requires_grad else tensor
     to_local = getattr(tensor, "to_local", None)
     return (tensor if to_local is None else cast(Tensor, to_local())).detach()
 
@@ -65,7 +73,8 @@ def full(tensor: Tensor) -> Numbers | Tensor:
     flat = _flat(tensor)
     if flat.device.type != "cpu":
         return _full_on_device(flat)
-    return _finish(_full_on_cpu(flat))
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are what this looks for
+        return _finish(_full_on_cpu(flat))
 
 
 def unpack(row: list[float]) -> Numbers:
@@ -102,10 +111,9 @@ def _full_on_cpu(flat: Tensor) -> tuple[_Sums, int, float]:
     """Sums of a 1-D CPU tensor, its size and its variance, piece by piece through numpy, which is fastest there."""
     sums, size = _Sums(), flat.numel()
     tiny = torch.finfo(flat.dtype).tiny
-    wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
-    scratch = torch.empty(min(size, CPU_PIECE), dtype=wide)
-    for start in range(0, size, CPU_PIECE):
-        _add(sums, flat[start : start + CPU_PIECE].to(wide), scratch, tiny)
+    scratch = np.empty(min(size, CPU_PIECE), np.float64 if flat.dtype is torch.float64 else np.float32)
+    for piece in flat.split(CPU_PIECE) if size else ():
+        _add(sums, _array(piece), scratch, tiny)
     if not sums.finite:
         return sums, size, math.nan
     mean = sums.sum / sums.finite
@@ -115,32 +123,52 @@ def _full_on_cpu(flat: Tensor) -> tuple[_Sums, int, float]:
     return sums, size, variance
 
 
-def _add(sums: _Sums, piece: Tensor, scratch: Tensor, tiny: float) -> None:
-    values = piece.numpy()
-    square = float(np.dot(values, values))
+def _array(piece: Tensor) -> Array:
+    return piece.numpy() if piece.dtype in (torch.float32, torch.float64) else piece.float().numpy()
+
+
+def _add(sums: _Sums, values: Array, scratch: Array, tiny: float) -> None:
+    square = _product(values, values)
     if not math.isfinite(square):
-        nonfinite = ~np.isfinite(values)
-        if nonfinite.any():
+        finite = np.isfinite(values)
+        if not finite.all():
             sums.posinf += int(np.count_nonzero(values == math.inf))
             sums.neginf += int(np.count_nonzero(values == -math.inf))
-            values = values[~nonfinite]
+            values = values[finite]
             if not values.size:
                 return
-            piece = torch.from_numpy(values)
-        wide = values.astype(np.float64)
-        square = float(np.dot(wide, wide))
-    absolute = torch.abs(piece, out=scratch[: piece.numel()])
-    magnitudes = absolute.numpy()
+        values = values.astype(np.float64)  # large values whose squares leave float32
+        scratch = np.empty(values.size, np.float64)
+        square = _product(values, values)
+    magnitudes = np.abs(values, out=scratch[: values.size])
+    ones = _ONES.get(values.dtype.char)
+    if ones is None:
+        ones = _ONES[values.dtype.char] = np.ones(CPU_PIECE, values.dtype)
+    ones = ones[: values.size]
     sums.finite += values.size
     sums.square += square
-    sums.sum += float(piece.sum())
-    sums.absolute += float(absolute.sum())
+    sums.sum += _product(values, ones)
+    sums.absolute += _product(magnitudes, ones)
     sums.low = min(sums.low, float(values.min()))
     sums.high = max(sums.high, float(values.max()))
     if float(magnitudes.min()) < tiny:
         zeros = int(np.count_nonzero(magnitudes == 0))
         sums.zeros += zeros
         sums.subnormals += int(np.count_nonzero(magnitudes < tiny)) - zeros
+
+
+_ONES: dict[str, Array] = {}
+
+
+def _product(a: Array, b: Array) -> float:
+    """Σ a·b, summed in float64 over rows short enough that BLAS does not wake its threads for them."""
+    rows = a.size // _ROW
+    head = rows * _ROW
+    total = 0.0
+    if rows:
+        products = np.matmul(a[:head].reshape(rows, 1, _ROW), b[:head].reshape(rows, _ROW, 1))
+        total = float(products.sum(dtype=np.float64))
+    return total + float(np.dot(a[head:], b[head:])) if head < a.size else total
 
 
 def _centred_square(flat: Tensor, mean: float) -> float:

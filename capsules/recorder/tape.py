@@ -20,6 +20,10 @@ from . import statistics
 MOST_ROWS = 20_000
 
 
+# The columns of a row whose tensor has not been looked at.
+UNKNOWN: dict[str, Any] = {"dtype": "", "shape": (), "stride": (), "device": "", "numel": 0}
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One measured tensor. ``norm``, ``counts`` and ``full`` may wait on a device until the tape is read."""
@@ -130,9 +134,9 @@ class Tape:
         self._last, self._last_row, self._last_version = ref(tensor), row, tensor._version
         return row
 
-    def reserve(self, name: str, role: str, about: dict[str, Any]) -> Row:
+    def reserve(self, name: str, role: str) -> Row:
         """Append a row to be measured later together with others; its place in the order is now."""
-        row = Row(name, role, about, self.micro, self.count(name))
+        row = Row(name, role, UNKNOWN, self.micro, self.count(name))
         if len(self.rows) < MOST_ROWS:
             self.rows.append(row)
         return row

@@ -16,9 +16,9 @@ from .tape import Row
 
 # A spike is judged against the previous windows only, so it cannot fire while the run is younger than that.
 HISTORY = 20
-# Above the median of the previous HISTORY losses by six robust standard deviations (1.4826 × the median absolute
-# deviation) and by half of that median, and by 5 % of the first losses, so that neither the noise of small batches
-# nor the jitter of a loss near zero counts. The descent at the start of a run widens the deviation by itself.
+# Above the median of the previous HISTORY losses by six of their standard deviations and by half of that median, and
+# by 5 % of the first losses, so that neither the noise of small batches nor the jitter of a loss near zero counts.
+# The descent at the start of a run widens the deviation by itself.
 DEVIATIONS = 6.0
 RELATIVE = 0.5
 OF_FIRST = 0.05
@@ -82,7 +82,7 @@ class Spike:
         if len(self._previous) < HISTORY or self._first is None:
             return None
         base = median(self._previous)
-        deviation = 1.4826 * median(abs(value - base) for value in self._previous)
+        deviation = math.sqrt(sum((value - base) ** 2 for value in self._previous) / (HISTORY - 1))
         return base + max(DEVIATIONS * deviation, RELATIVE * abs(base), OF_FIRST * abs(self._first))
 
     def add(self, loss: float) -> float | None:

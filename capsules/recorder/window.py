@@ -47,7 +47,8 @@ class Window:
     numbers: dict[str, float] = field(default_factory=dict[str, float])
     local_values: list[float] = field(default_factory=list[float])
     parameter_values: list[float] = field(default_factory=list[float])
-    update_values: dict[str, float] = field(default_factory=dict[str, float])
+    update_values: list[float] = field(default_factory=list[float])
+    update_norms: dict[str, float] = field(default_factory=dict[str, float])
     waiting: list[tuple[Tensor, Callable[[list[float]], None]]] = field(
         default_factory=list[tuple[Tensor, Callable[[list[float]], None]]]
     )
