@@ -8,24 +8,21 @@ them. Pure and deterministic: the perturbations that measure rounding come from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import finding
-from .rounding import UNIT_ROUNDOFF, Noise, scalar_tolerance, tensor_z
-
-Array = NDArray[np.float64]
-Value = float | Array
-Spec = Hashable
+from .fault import Fault, Observation, Spec, Status, Value, Verdict
+from .rounding import SIGMAS, UNIT_ROUNDOFF, Noise, scalar_tolerance, tensor_z
 
 #: Random perturbations of the inputs that measure how much rounding can move a candidate.
-DRAWS = 16
+DRAWS = 12
 #: Values closer than this (relative) are one value: the faults behind them cannot be told apart on this input.
 SAME = 1e-11
 #: Expected matches by chance up to which a verdict may be confirmed, and up to which a single fault may be named.
@@ -34,56 +31,6 @@ CONFIRM_CHANCE, NAME_CHANCE = 1e-3, 1e-2
 RUNNER_UP = 3.0
 #: Rows of a tensor on which all candidates are screened before the survivors are computed whole.
 SCREEN_ROWS = 32
-
-Status = Literal["healthy", "confirmed", "likely", "undetermined"]
-
-
-#: ``reference(case, spec, noise, rows)``: the value under a specification in FP64, NaN where it cannot be computed.
-#: ``noise`` perturbs the inputs (None: exact); ``rows`` asks a tensor reference for these leading rows only.
-Reference = Callable[[Any, Any, Noise | None, NDArray[np.intp] | None], Value]
-
-
-def always(case: Any) -> bool:
-    """The applicability of a fault that can occur in every case."""
-    return True
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A named edit of the specification. ``knob``: what it turns; a pair never turns one knob twice."""
-
-    name: str
-    knob: str
-    edit: Callable[[Any], Any]
-    when: Callable[[Any], bool] = always
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One number (or tensor) of the job and how exactly it is known.
-
-    Attributes:
-        name: what it is, for the reader.
-        case: inputs of the reference.
-        reference: the computation.
-        value: what the job got; a float or an array.
-        decimals: decimals as printed; None where the value has full precision.
-        value_roundoff: unit roundoff of the dtype in which the value itself was computed.
-        input_roundoff: unit roundoff of the dtype in which the inputs were used, or stored if that is coarser.
-    """
-
-    name: str
-    case: Any
-    reference: Reference
-    value: Value
-    decimals: int | None = None
-    value_roundoff: float = UNIT_ROUNDOFF["float32"]
-    input_roundoff: float = UNIT_ROUNDOFF["float32"]
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether the observation is an array."""
-        return isinstance(self.value, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -103,31 +50,6 @@ class Class:
     members: tuple[tuple[str, ...], ...]
     specs: tuple[Any, ...]
     values: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the engine says.
-
-    Attributes:
-        status: healthy, confirmed, likely (the number is consistent with the fault), or undetermined.
-        classes: sets of faults that reproduce every observation; within one set they are equivalent on this input.
-        z: distance of the best fit in tolerances, NaN where nothing fits.
-        chance: expected number of candidates that match by chance.
-        runner_up: nearest candidate outside the fitting class.
-        inert: applicable faults that change nothing on this input: not testable here, and not excluded.
-        reasons: why the verdict is not confirmed, each a short sentence.
-        table: the same as the report shows it, at the observation that the healthy reference misses most.
-    """
-
-    status: Status
-    classes: tuple[tuple[tuple[str, ...], ...], ...]
-    z: float
-    chance: float
-    runner_up: finding.Candidate | None
-    inert: tuple[str, ...]
-    reasons: tuple[str, ...]
-    table: finding.Counterfactual
 
 
 def explain(
@@ -277,20 +199,22 @@ class _Search:
         off = abs(observed - computed)
         near = scalar_tolerance(computed, 0.0, observation.value_roundoff, observation.decimals)
         # Rounding is measured only where it can decide: elsewhere the healthy candidate's stands in for it.
-        usual = self._usual_sigma[index]
-        reach = max(0.02, 40.0 * observation.input_roundoff) * abs(observed) + 40.0 * usual
+        usual, healthy = self._usual_sigma[index]
+        reach = SIGMAS * 10.0 * usual * max(1.0, abs(computed) / max(abs(healthy), 1e-300))
         sigma = float(self._sigma(observation, spec, computed)) if off <= near + reach else usual
         tolerance = scalar_tolerance(computed, sigma, observation.value_roundoff, observation.decimals)
         return off / max(tolerance, 1e-300), tolerance, 0.0
 
     @cached_property
-    def _usual_sigma(self) -> tuple[float, ...]:
-        def one(index: int, observation: Observation) -> float:
+    def _usual_sigma(self) -> tuple[tuple[float, float], ...]:
+        """(standard deviation, value) of the healthy candidate at each scalar observation."""
+
+        def one(index: int, observation: Observation) -> tuple[float, float]:
             for spec in self.healthy:
                 value = self.values(spec)[index]
                 if not isinstance(value, np.ndarray) and np.isfinite(value):
-                    return float(self._sigma(observation, spec, value))
-            return 0.0
+                    return float(self._sigma(observation, spec, value)), float(value)
+            return 0.0, 0.0
 
         return tuple(one(index, each) for index, each in enumerate(self.observations))
 

@@ -1,178 +1,28 @@
-"""Which computation gave the reported loss: one counterfactual run, shared by the rules that name its faults."""
+"""Rules that name what was computed instead of the declared loss; they share one counterfactual run."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..counterfactual import Observation, Verdict, explain
-from ..finding import Confidence, Evidence, Finding, Severity, Where
+from ..finding import Finding, Where
 from ..registry import rule
-from .loss_case import Observed, observed_windows
-from .loss_faults import BY_NAME, CATALOGUE, LAWFUL_CHOICES, LossSpec, NamedFault, lawful_specs, reported_loss
+from .level import initial_factor
+from .loss_faults import BY_NAME, BY_RECORDED_SUMS
+from .loss_verdict import (
+    NEEDS,
+    declared_extras,
+    declared_reduction,
+    evidence_rows,
+    explain_windows,
+    finding_of,
+    loss_verdict,
+    named_by,
+)
+from .loss_windows import recorded_windows
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
-
-#: What the counterfactuals compute from.
-NEEDS = (
-    "batches.input_ids",
-    "batches.labels",
-    "batches.logits|batches.target_logits",
-    "batches.reported_loss|scalars.loss",
-)
-#: Reductions a manifest may declare.
-REDUCTIONS = ("token-mean", "sequence-mean", "sum")
-#: Settings that add to the loss or change the logits after they were captured: then a number that is no plain
-#: cross-entropy is no surprise.
-_EXTRA = re.compile(
-    r"label_smoothing|z_loss|aux_loss|router_.*coef|load_balanc|soft_?cap|focal|class_weight|mtp|distill", re.IGNORECASE
-)
-
-_Run = tuple[Verdict, tuple[Observed, ...]] | None
-_runs: WeakKeyDictionary[Capsule, _Run] = WeakKeyDictionary()
-
-
-def loss_verdict(capsule: Capsule) -> _Run:
-    """The verdict over all windows that can be computed again, and those windows; None where there is none.
-
-    Computed once a capsule: the rules below share it.
-    """
-    if capsule not in _runs:
-        _runs[capsule] = _explain(capsule)
-    return _runs[capsule]
-
-
-def _explain(capsule: Capsule) -> _Run:
-    reduction = declared_reduction(capsule)
-    observed = [
-        each
-        for each in observed_windows(capsule)
-        if np.isfinite(reported_loss(each.window, LossSpec(reduction=reduction or "token-mean"), None, None))
-    ]
-    if not observed:
-        return None
-    verdict = explain(
-        [
-            Observation(
-                name=f"loss of step {each.window.step} on rank {each.window.rank}",
-                case=each.window,
-                reference=reported_loss,
-                value=each.value,
-                decimals=each.decimals,
-                value_roundoff=each.value_roundoff,
-                input_roundoff=each.input_roundoff,
-            )
-            for each in observed
-        ],
-        lawful_specs(reduction, observed[0].window),
-        [each.fault for each in CATALOGUE],
-    )
-    return verdict, tuple(observed)
-
-
-def declared_reduction(capsule: Capsule) -> str | None:
-    """The reduction of the manifest, None where absent or unknown."""
-    training = capsule.manifest.training
-    reduction = training.reduction if training is not None else None
-    return reduction if reduction in REDUCTIONS else None
-
-
-def declared_extras(capsule: Capsule) -> tuple[str, ...]:
-    """Settings of the resolved configuration that change the loss beyond cross-entropy, as ``key = value``."""
-    found: list[str] = []
-
-    def walk(value: Any, depth: int) -> None:
-        if isinstance(value, Mapping) and depth < 6:
-            for key, inner in value.items():
-                number = isinstance(inner, int | float) and not isinstance(inner, bool)
-                if number and inner != 0 and _EXTRA.search(str(key)):
-                    found.append(f"{key} = {inner:g}")
-                walk(inner, depth + 1)
-
-    walk(capsule.manifest.config, 0)
-    return tuple(found)
-
-
-def _named_by(capsule: Capsule, rule_id: str) -> Iterator[Finding]:
-    """The finding of ``rule_id``, where the verdict names one of its faults and no earlier rule speaks for the set."""
-    run = loss_verdict(capsule)
-    if run is None or run[0].status not in ("confirmed", "likely"):
-        return
-    verdict, observed = run
-    members = [[BY_NAME[name] for name in member] for member in verdict.classes[0]]
-    involved = sorted({each.fault.name: each for member in members for each in member}.values(), key=CATALOGUE.index)
-    if involved[0].rule != rule_id:
-        return
-    confidence: Confidence = verdict.status if verdict.status == "confirmed" else "likely"
-    severity: Severity | None = None
-    following = list(verdict.reasons)
-    if len({tuple(each.rule for each in member) for member in members}) > 1:
-        confidence = "likely"
-        following.append(
-            "these faults give the same number here: vary accumulation, world size or batch shape to part them"
-        )
-    names = {each.fault.name for each in involved}
-    if declared_reduction(capsule) is None and any(each.rule == "objective/reduction" for each in involved):
-        # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice.
-        confidence = "likely"
-        severity = "info" if names <= LAWFUL_CHOICES else "warning"
-        following.append("declare the reduction that is meant (manifest training.reduction)")
-    elif verdict.status != "confirmed":
-        following.append("capture the loss of a second step at full precision, or at four decimals and more")
-    table = verdict.table
-    chosen = table.candidates[0]
-    label = " or ".join(" and ".join(each.fault.name for each in member) for member in members)
-    verb = "is reproduced by" if confidence == "confirmed" else "is consistent with"
-    yield Finding(
-        title=_title(members),
-        summary=(
-            f"The reported loss {table.observed:.7g} {verb} {label} ({chosen.value:.7g}, tolerance "
-            f"{table.tolerance:.2g}); computed as declared it is {table.healthy:.7g}."
-        ),
-        severity=severity,
-        confidence=confidence,
-        where=Where(step=0),
-        evidence=_evidence(capsule, verdict, observed),
-        cause=" or ".join(dict.fromkeys(" and ".join(each.cause for each in member) for member in members)),
-        next=tuple(following),
-        fix=tuple(dict.fromkeys(each.fix for each in involved)),
-        counterfactual=table,
-    )
-
-
-def _title(members: list[list[NamedFault]]) -> str:
-    text = " or ".join(dict.fromkeys(" and ".join(each.cause for each in member) for member in members))
-    return text[0].upper() + text[1:] if len(text) <= 120 else "The loss is computed wrongly in one of two named ways"
-
-
-def _evidence(capsule: Capsule, verdict: Verdict, observed: tuple[Observed, ...]) -> tuple[Evidence, ...]:
-    table = verdict.table
-    unit = "nats/token"
-    note = "full precision" if observed[0].decimals is None else f"{observed[0].decimals} printed decimals"
-    rows = [
-        Evidence(name="reported_loss", value=table.observed, expected=table.healthy, unit=unit, note=note),
-        Evidence(name="tolerance", value=table.tolerance, unit=unit, note="rounding of print, inputs and loss"),
-        Evidence(name="matches_by_chance", value=verdict.chance, expected=1e-3, note="expected number of candidates"),
-        Evidence(name="steps", value=sorted({each.window.step for each in observed}), note="windows computed again"),
-    ]
-    if table.candidates and table.candidates[0].fits:
-        first = table.candidates[0]
-        rows.insert(1, Evidence(name=" + ".join(first.faults), value=first.value, expected=table.observed, unit=unit))
-    if verdict.runner_up is not None:
-        name = " + ".join(verdict.runner_up.faults) or "as declared"
-        rows.append(Evidence(name="runner_up", value=verdict.runner_up.value, unit=unit, note=name))
-    if verdict.inert:
-        note = "these change nothing on this input: not testable here"
-        rows.append(Evidence(name="not_testable", value=list(verdict.inert), note=note))
-    reduction = declared_reduction(capsule)
-    note = "" if reduction else "not declared: the token mean is assumed"
-    rows.append(Evidence(name="reduction", value=reduction, note=note))
-    return tuple(rows)
 
 
 @rule(
@@ -203,7 +53,7 @@ def labels_not_shifted(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Score logits[:, :-1] against labels[:, 1:], or build the targets as tokens[1:], in exactly one place.
     """
-    return _named_by(capsule, "objective/labels-not-shifted")
+    return named_by(capsule, "objective/labels-not-shifted")
 
 
 @rule("objective/labels-shifted-twice", stage="objective", needs=NEEDS, cases=("labels-shifted-twice",))
@@ -228,7 +78,7 @@ def labels_shifted_twice(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Shift once: unshifted labels to a model that shifts, or shifted labels to a loss that does not.
     """
-    return _named_by(capsule, "objective/labels-shifted-twice")
+    return named_by(capsule, "objective/labels-shifted-twice")
 
 
 @rule("objective/pad-in-loss", stage="objective", needs=NEEDS)
@@ -251,7 +101,7 @@ def pad_in_loss(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Set the labels of padding to the ignore index, by attention mask and not by token id.
     """
-    return _named_by(capsule, "objective/pad-in-loss")
+    return named_by(capsule, "objective/pad-in-loss")
 
 
 @rule("objective/prompt-in-loss", stage="objective", needs=NEEDS)
@@ -274,7 +124,7 @@ def prompt_in_loss(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Apply the response mask to the labels that reach the loss.
     """
-    return _named_by(capsule, "objective/prompt-in-loss")
+    return named_by(capsule, "objective/prompt-in-loss")
 
 
 @rule("objective/tool-in-loss", stage="objective", needs=(*NEEDS, "batches.roles"))
@@ -294,7 +144,7 @@ def tool_in_loss(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Mask tool results in the labels.
     """
-    return _named_by(capsule, "objective/tool-in-loss")
+    return named_by(capsule, "objective/tool-in-loss")
 
 
 @rule("objective/ignore-index-missing", stage="objective", needs=NEEDS)
@@ -317,7 +167,7 @@ def ignore_index_missing(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Pass ignore_index to the loss, and divide by the count of labels that are not ignored.
     """
-    return _named_by(capsule, "objective/ignore-index-missing")
+    return named_by(capsule, "objective/ignore-index-missing")
 
 
 @rule("objective/unexplained-loss", stage="objective", needs=NEEDS)
@@ -369,7 +219,7 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
         severity="info" if partial else "warning",
         confidence="undetermined",
         where=Where(step=0),
-        evidence=_evidence(capsule, verdict, observed),
+        evidence=evidence_rows(capsule, verdict, observed),
         next=tuple(following),
         counterfactual=table,
     )
@@ -405,8 +255,10 @@ def reduction(capsule: Capsule) -> Iterator[Finding]:
         supervised tokens.
     """
     if all(capsule.has(need) for need in NEEDS) and loss_verdict(capsule) is not None:
-        yield from _named_by(capsule, "objective/reduction")
+        yield from named_by(capsule, "objective/reduction")
+        return
+    known = explain_windows(capsule, recorded_windows(capsule), [BY_NAME[name] for name in BY_RECORDED_SUMS])
+    if known is not None:
+        yield from finding_of(capsule, "objective/reduction", known)
     else:
-        from .level import initial_factor
-
         yield from initial_factor(capsule)

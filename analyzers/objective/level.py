@@ -93,7 +93,6 @@ def initial_factor(capsule: Capsule) -> Iterator[Finding]:
     explained_by=(
         "objective/labels-shifted-twice",
         "objective/ignore-index-missing",
-        "data/labels-misaligned",
         "numerics/learning-rate",
     ),
 )

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..counterfactual import Fault
+from ..fault import Fault
 from ..rounding import Noise
-from .loss_case import Micro, Window
+from .loss_case import Micro, RecordedSums, Window
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def reported_loss(case: Any, spec: Any, noise: Noise | None, rows: object) -> fl
     return _reduced(window, micros, spec, noise)
 
 
-def _reduced(window: Window, micros: Sequence[Micro], spec: LossSpec, noise: Noise | None) -> float:
-    def parts(several: Sequence[Micro]) -> tuple[list[Any], list[Any]]:
+def _reduced(window: Window, micros: Sequence[Micro | RecordedSums], spec: LossSpec, noise: Noise | None) -> float:
+    def parts(several: Sequence[Micro | RecordedSums]) -> tuple[list[Any], list[Any]]:
         rows = [each.rows(spec.shift, spec.positions, spec.denominator, noise) for each in several]
         return [sums for sums, _ in rows], [counts for _, counts in rows]
 
@@ -110,7 +110,7 @@ def _set(knob: str, value: str) -> Callable[[LossSpec], LossSpec]:
 
 
 def _any(condition: Callable[[Micro], bool]) -> Callable[[Window], bool]:
-    return lambda window: any(condition(each) for each in window.own)
+    return lambda window: any(isinstance(each, Micro) and condition(each) for each in window.own)
 
 
 def _accumulates(window: Window) -> bool:
@@ -326,5 +326,8 @@ CATALOGUE: tuple[NamedFault, ...] = (
 )
 
 BY_NAME = {each.fault.name: each for each in CATALOGUE}
+#: What recorded sums can tell. Whether a recorded mean was divided already is not written anywhere, so faults by the
+#: number of accumulation steps are left out.
+BY_RECORDED_SUMS = ("sum", "mean-of-micro-batch-means", "configured-window", "times-world-size")
 #: Choices that are lawful where nobody declared another: never more than a remark.
 LAWFUL_CHOICES = frozenset({"token-mean", "sequence-mean", "sum"})

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmconsole.analyzers.counterfactual import Fault, Observation, Verdict, explain
+from llmconsole.analyzers.counterfactual import explain
+from llmconsole.analyzers.fault import Fault, Observation, Verdict
 from llmconsole.analyzers.rounding import UNIT_ROUNDOFF, Noise, scalar_tolerance, tensor_z
 
 X = np.array([1.0, 2.0, 4.0, 5.0])  # mean 3, mean of squares 11.5

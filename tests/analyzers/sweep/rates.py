@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from llmconsole.analyzers.counterfactual import Verdict
-from llmconsole.analyzers.objective.computation import loss_verdict
+from llmconsole.analyzers.fault import Verdict
+from llmconsole.analyzers.objective.loss_faults import BY_NAME, CATALOGUE, LossSpec, reported_loss
+from llmconsole.analyzers.objective.loss_verdict import explain_windows, loss_verdict
+from llmconsole.analyzers.objective.loss_windows import Observed, observed_windows
 from llmconsole.capsules import Capsule, CapsuleWriter
 
 from . import incidents
@@ -67,39 +69,53 @@ class Rates:
     said: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
-    def share(self, what: str) -> float:
-        total = sum(count for key, count in self.said.items() if key.partition(":")[0] == what.partition(":")[0])
-        return self.said[what] / total if total else float("nan")
+    def count(self, prefix: str) -> int:
+        """Incidents whose outcome starts with ``prefix`` (``fault:`` for all that carry a fault that can be seen)."""
+        return sum(count for outcome, count in self.said.items() if outcome.startswith(prefix))
 
 
-def judge(incident: Incident, verdict: Verdict) -> str:
+def judge(truth: str, verdict: Verdict) -> str:
     """One word for a verdict against the truth of its incident."""
     named = {name for members in verdict.classes for member in members for name in member}
-    if incident.truth == "healthy":
+    if truth == "healthy":
         return "healthy:" + ("quiet" if verdict.status == "healthy" else "false-alarm")
-    if incident.truth.startswith("unknown:"):
+    if truth.startswith("unknown:"):
         if verdict.status in ("confirmed", "likely"):
             return f"unknown:named-{verdict.status}"
         return "unknown:undetermined" if verdict.status == "undetermined" else "unknown:inert"
     if verdict.status == "healthy":
-        inert = incident.truth in verdict.inert
+        inert = truth in verdict.inert
         return "inert:quiet" if inert else "fault:missed"
     if verdict.status == "undetermined":
         return "fault:undetermined"
-    return f"fault:{verdict.status}" if incident.truth in named and len(verdict.classes) == 1 else "fault:misnamed"
+    return f"fault:{verdict.status}" if truth in named and len(verdict.classes) == 1 else "fault:misnamed"
 
 
-def run(mode: Mode, truths: Sequence[str], seeds: range) -> Rates:
-    """Every truth once a seed, through a capsule on disk."""
+def is_truth_by_another_name(truth: str, outcome: tuple[Verdict, tuple[Observed, ...]]) -> bool:
+    """Whether what was named gives the truth's own value on this input, to FP64 rounding: then it is no other cause."""
+    verdict, observed = outcome
+    spec = BY_NAME[truth].fault.edit(LossSpec())
+    values = [reported_loss(each.window, spec, None, None) for each in observed]
+    return any(abs(verdict.table.candidates[0].value - value) <= 1e-11 * abs(value) for value in values)
+
+
+def run(mode: Mode, truths: Sequence[str], seeds: range, without_truth: bool = False) -> Rates:
+    """Every truth once a seed, through a capsule on disk; ``without_truth`` takes it out of the catalogue."""
     rates = Rates(mode.name)
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             for index, truth in enumerate(truths):
                 incident = incidents.make(seed * 1009 + index, mode, truth)
                 capsule = write(incident, Path(folder) / f"{seed}-{index}.capsule")
-                outcome = loss_verdict(capsule)
+                if without_truth:
+                    rest = [each for each in CATALOGUE if each.fault.name != truth]
+                    outcome = explain_windows(capsule, observed_windows(capsule), rest)
+                else:
+                    outcome = loss_verdict(capsule)
                 assert outcome is not None, truth
-                word = judge(incident, outcome[0])
+                word = judge(f"unknown:{truth}" if without_truth else truth, outcome[0])
+                if "named" in word and without_truth and is_truth_by_another_name(truth, outcome):
+                    word = "equivalent"
                 rates.said[word] += 1
                 if word in ("healthy:false-alarm", "fault:missed", "fault:misnamed") or "named" in word:
                     rates.wrong.append(f"{truth} seed {seed}: {word} {outcome[0].classes} {outcome[0].z:.3g}")

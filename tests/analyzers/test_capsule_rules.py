@@ -1,0 +1,74 @@
+"""The rules about the capsule itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from llmconsole.analyzers.finding import Finding
+from llmconsole.capsules import Capsule, CapsuleWriter
+
+Build = Callable[..., Capsule]
+Say = Callable[[str, Capsule], list[Finding]]
+
+
+def series(writer: CapsuleWriter) -> None:
+    writer.scalars("loss", step=[0, 1, 2], value=[3.0, 2.0, 1.0], rank=0)
+    writer.record("events", {"kind": "step_begin", "step": 0})
+
+
+@pytest.mark.fires("capsule/not-replayable")
+def test_a_capsule_with_a_loss_alone_cannot_be_replayed(build: Build, findings_of: Say) -> None:
+    (finding,) = findings_of("capsule/not-replayable", build(series))
+    assert (finding.severity, finding.kind) == ("info", "hygiene")
+    assert all(each.note for each in finding.evidence)
+
+
+@pytest.mark.quiet("capsule/not-replayable")
+def test_a_capsule_with_all_eight_items_is_quiet(build: Build, findings_of: Say) -> None:
+    capsule = build(complete, COMPLETE)
+    assert [item.name for item in capsule.replay_items() if not item.present] == []
+    assert not findings_of("capsule/not-replayable", capsule)
+
+
+@pytest.mark.quiet("capsule/damaged")
+def test_a_sealed_capsule_is_not_damaged(build: Build, findings_of: Say) -> None:
+    assert not findings_of("capsule/damaged", build(series))
+
+
+@pytest.mark.fires("capsule/damaged")
+@pytest.mark.recorded("capsule/damaged")
+@pytest.mark.parametrize("name", ["scalars.bin", "records/events.jsonl"])
+def test_a_file_cut_short_is_named_and_the_rest_is_still_read(build: Build, findings_of: Say, name: str) -> None:
+    capsule = build(series)
+    path = capsule.path / "ranks" / "rank00000" / name
+    path.write_bytes(path.read_bytes()[:-5])
+    (finding,) = findings_of("capsule/damaged", Capsule.open(capsule.path))
+    assert (finding.severity, finding.kind, finding.confidence) == ("warning", "hygiene", "confirmed")
+    assert name.rpartition("/")[2] in finding.summary
+
+
+def complete(writer: CapsuleWriter) -> None:
+    ids = np.arange(8).reshape(2, 4)
+    writer.batch(step=3, rank=0, sample_ids=["a", "b"], input_ids=ids, labels=ids)
+    writer.rng(step=3, rank=0, torch=b"0123", python=b"4567", numpy=b"89")
+    writer.scalars("loss", step=[3], value=[float("nan")], rank=0)
+    row = {"order": 0, "name": "layers.0", "role": "activation", "dtype": "float32", "device": "cpu", "numel": 8}
+    row |= {"shape": [2, 4], "stride": [4, 1]}
+    writer.stats([{**row, "step": 2, "nan": 0}, {**row, "step": 3, "nan": 1}], rank=0)
+    writer.tensor("reference/out", np.zeros((2, 2), np.float32), step=3, order=0, rank=0)
+    writer.tensor("observed/out", np.ones((2, 2), np.float32), step=3, order=0, rank=0)
+    writer.record("events", {"kind": "exception", "step": 3, "type": "RuntimeError", "message": "stop"})
+
+
+_DIGEST = {"name": "x", "sha256": "0" * 64}
+COMPLETE: dict[str, Any] = {
+    "identity": {name: _DIGEST for name in ("model", "adapter", "tokenizer", "chat_template", "base_checkpoint")},
+    "position": {"global_step": 3, "tokens_seen": 100, "data_cursor": {"offset": 1}},
+    "placement": {"device": ["cpu"], "mesh": [1]},
+    "config": {"lr": 1e-3},
+    "environment": {"python": "3.11", "torch": "2.13", "packages": {"torch": "2.13"}},
+    "trigger": {"kind": "nonfinite", "step": 3, "rank": 0, "signal": "loss"},
+}

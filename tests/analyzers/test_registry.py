@@ -1,0 +1,188 @@
+"""Every rule is documented, shown firing, shown quiet, and asks for evidence that exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from llmconsole.analyzers.finding import STAGES
+from llmconsole.analyzers.registry import HEADINGS, Rule, all_rules, plugin_warnings, rule
+from llmconsole.capsules.batches import BATCH_ARRAYS
+from llmconsole.capsules.manifest import Manifest
+from llmconsole.capsules.streams import STREAMS
+from llmconsole.capsules.tables import Role
+
+RULES = all_rules()
+SCALARS = {
+    *("loss", "eval_loss", "grad_norm", "grad_norm_clipped", "grad_norm_local", "grad_norm_reduced", "update_norm"),
+    *("param_norm", "learning_rate", "weight_decay", "loss_scale", "overflow", "tokens", "step_time", "data_time"),
+    *("memory_allocated", "memory_reserved", "memory_peak", "memory_device_used", "alloc_retries", "throughput"),
+    *("gpu_utilization", "gpu_power", "gpu_temperature"),
+}
+TENSOR_GROUPS = {
+    *("reference", "observed", "attention", "norm", "decode", "weights", "optimizer", "adapter", "embedding"),
+    *("diffusion", "media", "retrieval"),
+}
+BATCH_ATTRIBUTES = {"reported_loss", "label_layout", "keys", "loss_dtype", "logits_dtype", "sample_ids"}
+REQUIRED = {
+    "capsule/not-replayable",
+    "capsule/damaged",
+    "data/token-out-of-vocabulary",
+    "data/poison-sample",
+    "data/lengths",
+    "objective/labels-not-shifted",
+    "objective/labels-shifted-twice",
+    "objective/reduction",
+    "objective/uniform-guess",
+    "objective/initial-loss",
+    "numerics/first-nonfinite",
+    "numerics/loss-nonfinite",
+    "numerics/loss-spike",
+    "numerics/gradient-explosion",
+    "numerics/fp16-overflow",
+    "numerics/learning-rate",
+}
+
+
+def marked(marker: str) -> set[str]:
+    """Rules that a test of this folder carries ``marker`` for."""
+    found: set[str] = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        words = {
+            target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).rpartition(".")[2] == marker:
+                    found.update(arg.value for arg in decorator.args if isinstance(arg, ast.Constant))
+                    found.update(words[arg.id] for arg in decorator.args if isinstance(arg, ast.Name))
+    return found
+
+
+FIRING, QUIET, RECORDED = marked("fires"), marked("quiet"), marked("recorded")
+by_id = pytest.mark.parametrize("rule", RULES, ids=[each.id for each in RULES])
+
+
+def unresolved(need: str) -> str | None:
+    """Why one piece of evidence, without alternatives, is no evidence of a capsule; None where it is."""
+    family, _, rest = need.partition(".")
+    if family == "scalars":
+        known = rest in SCALARS
+    elif family == "stats":
+        known = not rest or rest in get_args(Role)
+    elif family == "batches":
+        known = not rest or rest in BATCH_ARRAYS or rest in BATCH_ATTRIBUTES
+    elif family == "tensors":
+        known = rest.partition("/")[0] in TENSOR_GROUPS
+    elif family == "records":
+        stream, _, name = rest.partition(".")
+        known = stream in STREAMS and (
+            not name or name in {each.name for each in msgspec.structs.fields(STREAMS[stream])}
+        )
+    elif family == "manifest":
+        known = resolves(Manifest, rest.split("."))
+    else:
+        known = family in ("rng", "files")
+    return None if known else f"{need} names no evidence"
+
+
+def resolves(type_: Any, path: list[str]) -> bool:
+    """Whether a path of fields exists in nested Structs; a mapping holds anything."""
+    if not path:
+        return True
+    for candidate in (type_, *get_args(type_)):
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
+            for field in msgspec.structs.fields(candidate):
+                if field.name == path[0]:
+                    return resolves(field.type, path[1:])
+        if candidate is Any or getattr(candidate, "__origin__", candidate) is dict:
+            return True
+    return False
+
+
+def test_the_rules_of_this_version_are_all_there() -> None:
+    assert {each.id for each in RULES} >= REQUIRED
+
+
+@by_id
+def test_a_rule_is_documented_under_the_fixed_headings_in_their_order(rule: Rule) -> None:
+    headings = re.findall(r"^(\S.*):$", rule.documentation, re.MULTILINE)
+    assert tuple(headings) == HEADINGS
+    for heading, following in zip(HEADINGS, (*HEADINGS[1:], None), strict=True):
+        body = rule.documentation.partition(f"\n{heading}:\n")[2]
+        body = body.partition(f"\n{following}:\n")[0] if following else body
+        assert len(body.split()) >= 3, f"{heading} says nothing"
+    assert rule.title
+    assert len(rule.title) <= 100
+
+
+@by_id
+def test_a_rule_has_a_test_where_it_fires(rule: Rule) -> None:
+    assert rule.id in FIRING
+
+
+@by_id
+def test_a_rule_has_a_near_twin_where_it_is_quiet(rule: Rule) -> None:
+    assert rule.report or rule.id in QUIET
+
+
+@by_id
+def test_a_rule_asks_for_evidence_that_exists(rule: Rule) -> None:
+    problems = [unresolved(part.strip()) for need in rule.needs for part in need.split("|")]
+    assert not any(problems), problems
+
+
+@by_id
+def test_a_rule_is_declared_in_known_words(rule: Rule) -> None:
+    assert rule.stage in STAGES
+    assert re.fullmatch(r"[a-z0-9]+/[a-z0-9-]+", rule.id)
+    known = {each.id for each in RULES}
+    assert not set(rule.explained_by) - known
+    assert rule.id not in rule.explained_by
+
+
+def test_markers_name_rules_that_exist() -> None:
+    assert not (FIRING | QUIET | RECORDED) - {each.id for each in RULES}
+
+
+def test_almost_every_rule_fires_on_something_recorded() -> None:
+    by_ratio = {each.id for each in RULES} - RECORDED
+    assert by_ratio <= {"capsule/not-replayable"}, by_ratio
+
+
+def test_a_need_that_names_no_evidence_is_caught() -> None:
+    for need in ("scalars.los", "batches.label", "records.request", "manifest.model.rop", "tensors.x/y", "stats.foo"):
+        assert unresolved(need)
+    for need in (
+        "manifest.model.rope.theta",
+        "manifest.config.anything",
+        "records.requests.ttft",
+        "tensors.attention/q",
+    ):
+        assert unresolved(need) is None
+
+
+def test_a_second_rule_under_one_id_and_an_id_without_family_are_refused() -> None:
+    def other(capsule: Any) -> list[Any]:
+        return []
+
+    other.__module__ = "somewhere.else"
+    with pytest.raises(ValueError, match="registered twice"):
+        rule("capsule/damaged", stage="capture")(other)
+    with pytest.raises(ValueError, match="family/name"):
+        rule("lonely", stage="data")(other)
+
+
+def test_no_plugin_is_broken_here() -> None:
+    assert plugin_warnings() == ()
