@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyzers.finding import Candidate, Counterfactual, Evidence, Finding, Where
-from ..analyzers.report import ALARMS, CapsuleReport, Mark, Report
+from ..analyzers.report import ALARMS, CapsuleReport, Mark, Report, exit_status
 from .text import ending, keep_tail, one_line
 
 #: Sign and style of a mark; colour repeats the sign and never replaces it.
@@ -40,13 +40,20 @@ def print_report(report: Report | CapsuleReport, console: Console) -> None:
     for number, each in enumerate(reports):
         if number:
             console.print()
-        console.print(capsule_block(each, console.width))
+        healthy = exit_status(each) == 0 and not each.errors
+        brief = len(reports) > 1 and healthy
+        console.print(capsule_block(each, console.width, brief=brief))
 
 
-def capsule_block(report: CapsuleReport, width: int) -> RenderableType:
-    """One capsule: ladder, first divergence with what follows from it, other findings, what was not said."""
+def capsule_block(report: CapsuleReport, width: int, *, brief: bool = False) -> RenderableType:
+    """One capsule: ladder, first divergence with what follows from it, other findings, what was not said.
+
+    ``brief`` leaves out notes and silence, so that of many capsules the healthy ones take three lines each.
+    """
     first = _first(report)
     rows: list[RenderableType] = [_title(report, width), ladder_line(report, width), Text()]
+    if brief:
+        return Group(rows[0], rows[1], _nothing_diverged(report))
     told: set[int] = set()
     if first is None and (report.quiet or report.findings or not report.errors):
         rows.append(_nothing_diverged(report))
@@ -83,7 +90,7 @@ def ladder_line(report: CapsuleReport, width: int) -> Text:
 
 def finding_block(finding: Finding, heading: str, width: int) -> list[RenderableType]:
     """One finding in full: what, where, the numbers it rests on, why, and what to do."""
-    sign, style = _sign(finding)
+    sign, style = sign_of(finding)
     head = Text(" ")
     head.append(f"{sign} {heading}", style)
     head.append(f"  {one_line(finding.rule)}", "bold")
@@ -245,7 +252,7 @@ def _lines(heading: str, rows: Sequence[tuple[Finding, str]], width: int) -> lis
         return []
     table = _grid()
     for number, (finding, lead) in enumerate(rows[:_MOST_LINES]):
-        sign, style = _sign(finding)
+        sign, style = sign_of(finding)
         line = Text(lead)
         line.append(sign, style)
         line.append(f" {one_line(finding.rule)}")
@@ -277,7 +284,8 @@ def _unsaid(report: CapsuleReport) -> list[RenderableType]:
     return [Text(), _indented(table)] if table.row_count else []
 
 
-def _sign(finding: Finding) -> tuple[str, str]:
+def sign_of(finding: Finding) -> tuple[str, str]:
+    """Sign and style of a finding."""
     if finding.confidence == "undetermined":
         return MARKS["undetermined"]
     if finding.kind == "consequence":

@@ -85,7 +85,8 @@ class Worker:
         environment.setdefault("MALLOC_ARENA_MAX", "4")
         self._complaints.clear()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmconsole.app.worker_main", str(int(self.memory_gib * 2**30))],
+            # -P: a directory of evidence may hold a numpy.py, and -m would import it from there.
+            [sys.executable, "-P", "-m", "llmconsole.app.worker_main", str(int(self.memory_gib * 2**30))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -212,11 +212,26 @@ def set_field(text: str, id: str, name: str, value: str) -> str:
 
 
 def add_occurrence(text: str, id: str, occurrence: str) -> str:
-    """The log with one more occurrence in a case; the occurrences before it keep their lines."""
+    """The log with one more occurrence in a case, as a bullet below those that are there; they keep their bytes.
+
+    Raises:
+        CardError: no such case, or its occurrences are no plain list.
+    """
     card = find(parse(text), id)
-    known = card.get("Occurrences") if card else ""
-    entries = [re.sub(r"^[-*+]\s+", "", line.strip()) for line in known.split("\n") if line.strip()]
-    return set_field(text, id, "Occurrences", "\n".join([*entries, single_line(occurrence)]))
+    field = next((each for each in card.fields if each.name.casefold() == "occurrences"), None) if card else None
+    if field is None or not field.value:
+        return set_field(text, id, "Occurrences", occurrence)
+    lines, newline = split_lines(text), newline_of(text)
+    lead = re.match(r"\s*[-*+]\s+", lines[field.start])
+    last = lines[field.end - 1]
+    closed = last.endswith(("\n", "\r"))
+    entry = f"{' ' * len(lead.group() if lead else '- ')}- {single_line(occurrence)}"
+    added = entry + newline if closed else newline + entry
+    result = "".join(lines[: field.end]) + added + "".join(lines[field.end :])
+    after = find(parse(result), id)
+    if after is None or after.get("Occurrences") != f"{field.value}\n- {single_line(occurrence)}":
+        raise CardError(f"the occurrences of {id} are no plain list; add {single_line(occurrence)!r} by hand")
+    return result
 
 
 def single_line(text: str) -> str:

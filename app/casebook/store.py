@@ -173,6 +173,22 @@ class Repository:
         """One line a commit, newest first, as git tells it (``git log --oneline``)."""
         return self._git("log", "--oneline", "--no-color", "--").decode("utf-8", "replace")
 
+    def date(self, commit: str) -> str:
+        """Day on which a commit was made (``2026-11-29``)."""
+        return self._git("log", "-1", "--format=%cs", commit, "--").decode("ascii", "replace").strip()
+
+    def log_of_trailer(self, name: str, value: str) -> list[tuple[str, str, str]]:
+        """Commits of HEAD that carry a trailer, newest first: full id, day, subject."""
+        if self.commit_id("HEAD") is None:
+            return []
+        printed = self._git(
+            "log", "--fixed-strings", f"--grep={name}: {value}", "--no-color", "-z",
+            f"--format=%H%x09%cs%x09%s%x09%(trailers:key={name},valueonly,separator=%x2C)", "--",
+        ).decode("utf-8", "replace")  # fmt: skip
+        rows = [row.split("\t") for row in printed.split("\0") if row.count("\t") >= 3]
+        # The pattern also finds longer values that begin like this one, and words in the body.
+        return [(row[0], row[1], "\t".join(row[2:-1])) for row in rows if value in row[-1].strip().split(",")]
+
     def summary(self, commit: str) -> str:
         """What a commit is and touches, as git tells it (``git show --stat``)."""
         return self._git("show", "--stat", "--format=medium", "--no-color", commit, "--").decode("utf-8", "replace")
@@ -232,7 +248,8 @@ def _run(directory: Path, *arguments: str, text: BinaryIO | None = None) -> byte
 
     try:
         status, output, errors = git.Git().execute(
-            ["git", "-C", os.fspath(directory), *arguments],
+            # Housekeeping in the background would outlive the call.
+            ["git", "-C", os.fspath(directory), "-c", "gc.auto=0", "-c", "maintenance.auto=false", *arguments],
             istream=text,
             with_extended_output=True,
             with_exceptions=False,

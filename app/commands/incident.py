@@ -22,11 +22,11 @@ from ..worker import Worker, WorkerError
 
 
 class Resolved(msgspec.Struct, kw_only=True):
-    """``llmconsole.incident/1``: what was committed, or (commit null) what would be."""
+    """``llmconsole.incident/1``: what was committed, and where."""
 
     format: Literal["llmconsole.incident/1"] = "llmconsole.incident/1"
     action: Literal["resolve"] = "resolve"
-    status: Literal["fixed", "declined"]
+    status: Literal["fixed"]
     case: str
     new_case: bool
     capsule: str
@@ -34,7 +34,7 @@ class Resolved(msgspec.Struct, kw_only=True):
     file: str
     diff: str
     message: str
-    commit: str | None
+    commit: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

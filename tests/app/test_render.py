@@ -151,8 +151,11 @@ def test_where_nothing_diverged_it_says_how_many_rules_ran():
     assert "✓ Nothing found: 1 rule ran" in printed(report_of())
 
 
-def test_several_reports_follow_each_other():
-    assert printed(Report(reports=(report_of(), report_of()))).count("capture–") == 2
+def test_of_several_reports_the_healthy_ones_take_three_lines():
+    text = printed(Report(reports=(report_of(INFO), report_of(CAUSE, first=CAUSE), report_of())))
+    assert text.count("capture–") == 3
+    assert text.splitlines()[2] == " ✓ Nothing found: 2 rules ran"
+    assert text.count("Quiet") == 1
 
 
 @pytest.mark.parametrize(

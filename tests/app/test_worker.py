@@ -121,6 +121,15 @@ def test_the_worker_ends_with_its_input_even_in_the_middle_of_a_call():
         stream.close()
 
 
+def test_a_module_that_lies_beside_the_evidence_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("numpy", "msgspec", "queue", "llmconsole"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with Worker(timeout=60) as worker:
+        assert worker.call("rules")["rules"]
+    assert not (tmp_path / "executed").exists()
+
+
 def test_closing_and_aborting_leave_no_process():
     worker = Worker(timeout=60)
     first = worker.call("ping")["pid"]

@@ -147,6 +147,11 @@ class TestChangingAField:
         line = "- **Occurrences:** 2026-11-29 run sft-7b, step 0, capsule 01JDV\n"
         assert twice == LOG.replace(line, line + "  - 2026-11-30 run b\n  - 2026-12-01 run c\n")
 
+    def test_an_occurrence_that_was_wrapped_by_hand_keeps_its_bytes(self):
+        text = "## a-b · T\n\n*   **Occurrences:** 2026-01-01 run a,\n    located in\t11 min\n*   **Gate:** none"
+        added = cards.add_occurrence(text, "a-b", "2026-02-02 run b")
+        assert added == text.replace("\t11 min\n", "\t11 min\n    - 2026-02-02 run b\n")
+
     @given(logs(), words, st.sampled_from(["Class", "Fix", "Own field", "Gate"]), st.data())
     @settings(max_examples=120, deadline=None)
     def test_every_byte_outside_the_field_stays(self, text: str, value: str, name: str, data: st.DataObject):
