@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -102,21 +101,35 @@ def documentation(rule: RuleRow) -> list[RenderableType]:
     head = Text(f" {visible(rule.id)}", "bold")
     head.append(f"   {rule.stage} · {rule.kind} · {rule.severity}", "not bold bright_black")
     lines: list[RenderableType] = [head]
-    for block in visible(rule.documentation, keep="\n").split("\n\n"):
-        heading, _, rest = block.partition("\n")
-        lines.append(Text())
-        if heading and _is_heading(heading):
-            lines.append(Text(f" {heading.rstrip(':')}", "bold"))
-            block = rest
-        if block.strip():
-            block = textwrap.dedent(block)
-            flowing = not any(line.startswith((" ", "-", "*", "|")) for line in block.split("\n"))
-            lines.append(Padding(Text(" ".join(block.split("\n")) if flowing else block), (0, 0, 0, 3)))
+    for line in _paragraphs(visible(rule.documentation, keep="\n")):
+        if _is_heading(line):
+            lines += [Text(), Text(f" {line.rstrip(':')}", "bold")]
+        else:
+            lines.append(Padding(Text(line), (0, 0, 0, 3)))
     lines.append(Text())
     for name, values in (("Needs", rule.needs), ("Explained by", rule.explained_by), ("Cases", rule.cases)):
         if values:
             lines.append(Text(f" {name}: ", "bold") + Text(visible(", ".join(values)), "not bold"))
     return lines
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Headings, and paragraphs made one line each; lists and tables keep their lines."""
+    found: list[str] = []
+    flowing = False  # whether the next line continues the last paragraph
+    for raw in text.split("\n"):
+        line = raw.strip()
+        if not line:
+            flowing = False
+        elif _is_heading(line) or line.startswith(("-", "*", "|")):
+            found.append(line)
+            flowing = not _is_heading(line)
+        elif flowing:
+            found[-1] += f" {line}"
+        else:
+            found.append(line)
+            flowing = True
+    return found
 
 
 def _is_heading(line: str) -> bool:

@@ -20,6 +20,7 @@ from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
 from ..views.base import View
+from ..views.overview import OverviewView
 from ..views.timelines import TimelinesView
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 Make = Callable[[str, Contents], View]
 
 #: Views in the order of their keys: the word in the tab, the evidence it needs, how to make it.
-VIEWS: tuple[tuple[type[View], Make], ...] = ((TimelinesView, lambda path, has: TimelinesView(path, has.series)),)
+VIEWS: tuple[tuple[type[View], Make], ...] = (
+    (OverviewView, lambda path, _: OverviewView(path)),
+    (TimelinesView, lambda path, has: TimelinesView(path, has.series)),
+)
 
 
 class CapsuleScreen(Screen[None]):
@@ -43,6 +47,7 @@ class CapsuleScreen(Screen[None]):
         self.entry = entry
         self._contents: Contents | None = None
         self._open: View | None = None
+        self._step: float | None = None  # the cursor that the views share
 
     @property
     def open_view(self) -> View | None:
@@ -83,6 +88,7 @@ class CapsuleScreen(Screen[None]):
 
     @on(View.CursorMoved)
     def _cursor(self, message: View.CursorMoved) -> None:
+        self._step = message.step
         if self._open is not None:
             self._open.follow(message.step)
 
@@ -116,6 +122,7 @@ class CapsuleScreen(Screen[None]):
         self._tabs(number)
         if self._has(kind):
             self._open = make(self.entry.path, self._contents)
+            self._open.step = self._step
             await area.mount(self._open)
             self._open.focus()
             self._open.reload()

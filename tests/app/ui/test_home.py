@@ -12,6 +12,7 @@ import numpy as np
 from llmconsole.app.ui.app import Console
 from llmconsole.app.ui.screens.capsule import CapsuleScreen
 from llmconsole.app.ui.screens.home import HomeScreen
+from llmconsole.app.ui.views.overview import OverviewView
 from llmconsole.app.ui.views.timelines import TimelinesView
 from llmconsole.app.ui.widgets.rows import Rows
 from llmconsole.app.ui.widgets.timeline import Timeline
@@ -114,6 +115,8 @@ def test_timelines_open_from_home_and_share_one_cursor(tmp_path: Path, make_caps
         async with console.run_test(size=(120, 40)) as pilot:
             await until(pilot, lambda: len(console.screen.query_one("#capsules", Rows)) == 1, "listed")
             await pilot.press("enter")
+            await until(pilot, lambda: bool(console.screen.query(OverviewView)), "it opens on the overview")
+            await pilot.press("2")
             await until(pilot, lambda: bool(console.screen.query(TimelinesView)), "the view is there")
             await until(pilot, lambda: "loss" in lines(console, "#panel-0"), "the curve is drawn")
             await pilot.press("N")
