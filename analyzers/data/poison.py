@@ -40,9 +40,10 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
         in that window, and is worse than a uniform guess over the vocabulary by a nat, or more than half of the loss of
         a step of four or more samples; or, as a warning, more than 10 σ and 2 × beyond. The other samples of the step
         must be ordinary, and the run must not have left its path before; short samples are allowed a wider spread.
-        Unless harm follows within 20 steps or the loss is above twice that guess, the tokens must be on record and must
-        not merely repeat themselves (less than half the variety of their neighbours): info otherwise. Where the run
-        leaves its path only later than that, the sample is a finding of its own and not the cause.
+        A sample of 120 tokens or fewer may be a single line: unless harm follows within 20 steps or the loss is above
+        twice that guess, its tokens must be on record and must not merely repeat themselves (less than half the variety
+        of their neighbours); info otherwise. Where the run leaves its path only later than that, the sample is a
+        finding of its own and not the cause.
 
     Looks like it but is not:
         Hard text, whose losses have a heavy tail but recur; a line of dashes, as improbable to a young model as noise;
@@ -162,7 +163,8 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
     variety = distinct_share(capsule, sample)
     repeats = variety is not None and variety[0] < T.REPETITIVE * variety[1]
     extreme = sample.loss > T.EXTREME_OF_GUESS * guess if guess is not None else reason == "share"
-    excused = not (reason == "nonfinite" or harmful or extreme) and (repeats or variety is None)
+    short = sample.length is None or sample.length <= T.LINE_TOKENS
+    excused = short and (repeats or variety is None) and not (reason == "nonfinite" or harmful or extreme)
     severity: Severity | None = "info" if excused else "warning" if reason == "far" or before_trouble else None
     evidence = [Evidence(name="sample loss", value=sample.loss, unit="nats/token", note=f"sample {sample.id}")]
     if outlier.others:

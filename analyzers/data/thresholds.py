@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# ---- one sample among others ----------------------------------------------------------------------------------------
+# One sample among others.
 #: Trailing window in steps, reaching further back while it holds fewer samples than the second number; the fewest
 #: samples and steps from which a spread is known.
 WINDOW_STEPS: Final = 32
@@ -29,8 +29,10 @@ SHARE_MIN_SAMPLES: Final = 4
 OTHERS_SIGMA: Final = 3.0
 #: A share counts only from this part of the loss at the start: a memorised set has shares of nothing.
 MIN_OF_START: Final = 0.05
-#: A row with less than this share of the smallest variety among its neighbours repeats itself: a line of dashes or
-#: slashes is as improbable to a young model as random bytes (7.3 nats, 9.9 σ), and it is text.
+#: A sample as short as a line of source text may be nothing but a ruler of dashes or slashes, as improbable to a young
+#: model as random bytes (7.3 nats, 9.9 σ). A longer one of that kind is junk, too.
+LINE_TOKENS: Final = 120
+#: A row with less than this share of the smallest variety among its neighbours repeats itself.
 REPETITIVE: Final = 0.5
 #: No repetition is worse than this multiple of a uniform guess.
 EXTREME_OF_GUESS: Final = 2.0

@@ -10,7 +10,7 @@ from typing import Final
 #: Largest finite number of a dtype.
 DTYPE_MAX: Final = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 
-# ---- loss and gradient norm -----------------------------------------------------------------------------------------
+# Loss and gradient norm.
 #: Steps at the start whose maximum is the yardstick of an explosion.
 FIRST_STEPS: Final = 100
 #: Fewest earlier values before a maximum of "the first" means anything.
@@ -46,7 +46,7 @@ EVENT_NEIGHBOURHOOD: Final = 3
 SAMPLE_SIGMA: Final = 6.0
 SAMPLE_HIGH: Final = 2.0
 
-# ---- symptoms of a run that leaves its path -------------------------------------------------------------------------
+# Symptoms of a run that leaves its path.
 #: Before there are this many losses, a symptom is a loss above ``EARLY_FACTOR`` × all before.
 SYMPTOM_MIN_HISTORY: Final = 8
 EARLY_FACTOR: Final = 1.5
@@ -55,7 +55,7 @@ SYMPTOM_SIGMA: Final = 6.0
 SYMPTOM_RELATIVE: Final = 0.5
 SYMPTOM_OF_START: Final = 0.05
 
-# ---- learning rate --------------------------------------------------------------------------------------------------
+# Learning rate.
 #: ‖Δw‖/‖w‖ of one step beyond which a step replaces the weights more than it improves them. Runs at 1e-3 start at
 #: 0.024, at 3e-3 at 0.07 and stay sound; at 3e-2 0.71, at 1e-1 2.4, and SGD at 1 0.17: all break within three steps.
 UPDATE_RATIO: Final = 0.1
@@ -85,7 +85,7 @@ FROZEN_CHANGE: Final = 0.1
 #: Fall of the loss (share of its start) which shows that the model does learn, whatever the logged rate says.
 LEARNING_FALL: Final = 0.05
 
-# ---- float16 --------------------------------------------------------------------------------------------------------
+# Float16.
 #: "Near" the largest float16 number: within this factor of it.
 NEAR_FACTOR: Final = 2.0
 #: A tensor that turns NaN without an Inf in sight must have been this near before.

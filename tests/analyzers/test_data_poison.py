@@ -60,6 +60,15 @@ def test_what_may_be_mere_repetition_is_only_noted(build, findings_of, tokens):
 
 
 @pytest.mark.fires(RULE)
+def test_a_sample_longer_than_a_line_has_no_such_excuse(build, findings_of):
+    losses = sample_losses(100)
+    losses[80][3] = 8.1
+    records = sample_records(losses, length=128)
+    (finding,) = findings_of(RULE, build(lambda writer: writer.records("samples", records), BYTES))
+    assert finding.severity == "critical"
+
+
+@pytest.mark.fires(RULE)
 def test_harm_right_after_it_needs_no_tokens(build, findings_of):
     losses = sample_losses(100)
     losses[80][3] = 8.1
