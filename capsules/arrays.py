@@ -33,8 +33,8 @@ class ArrayInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the description says of one array; ``stride`` in elements, of the array as it was in the job."""
 
     dtype: str
-    shape: tuple[Size, ...] = ()
-    stride: tuple[int, ...] | None = None
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
+    stride: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMENSIONS)] | None = None
     device: str | None = None
 
 
@@ -113,8 +113,8 @@ def parse_description(raw: dict[str, Any], where: str = "") -> Description:
     if len(description.arrays) > MAX_DATASETS:
         raise EvidenceError(f"{len(description.arrays):,} arrays are more than {MAX_DATASETS:,}", where, "refused")
     for key, info in description.arrays.items():
-        if not _KEY.fullmatch(key) or info.dtype not in STORED or len(info.shape) > MAX_DIMENSIONS:
-            raise EvidenceError(f"array {key!r:.60} has dtype {info.dtype!r:.40}, shape {info.shape!r:.80}", where)
+        if not _KEY.fullmatch(key) or info.dtype not in STORED:
+            raise EvidenceError(f"array {key!r:.60} of dtype {info.dtype!r:.40} is none of this format", where)
         if math.prod(info.shape) * STORED[info.dtype].itemsize > MAX_ARRAYS_BYTES and info.dtype != "string":
             shape = "×".join(f"{each:,}" for each in info.shape)
             raise EvidenceError(f"array {key} of {shape} elements is beyond the size limit", where, "refused")

@@ -129,7 +129,7 @@ def _plain(value: Any, depth: int) -> Any:
         raise EvidenceError(f"a value is nested deeper than {MAX_JSON_DEPTH} levels")
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return {key if type(key) in (str, int) else str(key): _plain(item, depth - 1) for key, item in items}
+        return {_key(key): _plain(item, depth - 1) for key, item in items}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item, depth - 1) for item in cast("Iterable[Any]", value)]
     if isinstance(value, bytes):
@@ -144,6 +144,10 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return _plain(vars(value), depth)
     return _plain(builtin(value), depth - 1)
+
+
+def _key(key: Any) -> str | int:
+    return int(key) if hasattr(key, "__index__") and not isinstance(key, bool) else str(key)
 
 
 def _written(value: Any, depth: int) -> Any:

@@ -55,9 +55,8 @@ _VALUES = re.compile(
 )
 _SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=\-]{8,}")
 _URL_USER = re.compile(r"(?i)\b([a-z][a-z0-9+.\-]*://)[^\s/@'\"]+@")
-_ASSIGNMENT = re.compile(
-    r"(?P<name>[A-Za-z][A-Za-z0-9_.\-]*)(?P<sign>=|\s*:\s*|\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s&;,]+)"
-)
+_ASSIGNED = re.compile(r"([A-Za-z][A-Za-z0-9_.\-]*)(=|\s*:\s*|\s+)")
+_ASSIGNED_VALUE = re.compile(r"(?i)\"[^\"]*\"|'[^']*'|(?:(?:bearer|basic)\s+)?[^\s&;,]+")
 
 
 def is_secret_name(name: str) -> bool:
@@ -90,19 +89,22 @@ def mask_text(text: str) -> str:
     """Replace what looks like a secret inside a text: known key formats, URL credentials, ``--api-key VALUE``."""
     text = _VALUES.sub(MASK, text)
     text = _URL_USER.sub(rf"\1{MASK}@", text)
-    text = _SCHEME.sub(rf"\1 {MASK}", text)
-    return _ASSIGNMENT.sub(_masked_assignment, text)
+    return _SCHEME.sub(rf"\1 {MASK}", _masked_assignments(text))
 
 
-def _masked_assignment(found: re.Match[str]) -> str:
-    spaced = not found["sign"].strip()
-    if not is_secret_name(found["name"]) or found["value"].startswith("*") or found["value"] == "=":
-        return found[0]
-    # A space assigns on a command line only (--token abc); in prose it does not.
-    before = found.string[max(0, found.start() - 2) : found.start()]
-    if spaced and not before.endswith("-"):
-        return found[0]
-    return f"{found['name']}{found['sign']}{MASK}"
+def _masked_assignments(text: str) -> str:
+    pieces: list[str] = []
+    done = 0
+    for found in _ASSIGNED.finditer(text):
+        if found.start() < done or not is_secret_name(found[1]):
+            continue
+        # A space assigns on a command line only (--token abc); in prose it does not.
+        if not found[2].strip() and text[found.start() - 1 : found.start()] != "-":
+            continue
+        if value := _ASSIGNED_VALUE.match(text, found.end()):
+            pieces += [text[done : found.end()], MASK]
+            done = value.end()
+    return "".join([*pieces, text[done:]])
 
 
 def _masked_list(items: list[Any]) -> list[Any]:

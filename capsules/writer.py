@@ -71,15 +71,15 @@ class CapsuleWriter:
         self._appender = Appender()
         self._ranks: dict[int, RankWriter] = {}
         started = utc(clock())
-        given = {"title": title, "phase": phase, "producer": producer, "created": started}
-        self._manifest = _checked(
-            {"format": FORMAT, "id": new_id(clock()), **given, **_masked(manifest or {})}
-            | {key: value for key, value in given.items() if value and key in ("title", "phase")}
-            | {"status": "recording", "format": FORMAT}
-        )
         pid = os.getpid()
         writer = {"host": host(), "pid": pid, "started": started, "process_start": process_start(pid)}
-        self._manifest["writer"] = present(writer)
+        own = {"status": "recording", "writer": present(writer)} | ({"title": title} if title else {})
+        self._manifest = _checked(
+            {"format": FORMAT, "id": new_id(clock()), "producer": producer, "created": started}
+            | _masked(manifest or {})
+            | {**own, "format": FORMAT}
+            | ({"phase": phase} if phase else {})
+        )
         make_directory(self.path)
         #: Whether this process created the capsule, and so is the one to replace its manifest.
         self.creator = create_exclusively(self.path / MANIFEST, encode(self._manifest))
@@ -314,7 +314,11 @@ def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _masked(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: mask(plain(value)) if key in _MASKED else value for key, value in manifest.items()}
+    masked = {key: mask(plain(value)) if key in _MASKED else value for key, value in manifest.items()}
+    environment = manifest.get("environment")
+    if isinstance(environment, Mapping) and "packages" in environment:
+        masked["environment"]["packages"] = environment["packages"]  # google-auth is a package, not a secret
+    return masked
 
 
 def _merged(old: Any, new: Any) -> Any:
