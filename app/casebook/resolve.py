@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +29,24 @@ if TYPE_CHECKING:
 
 
 class ResolveError(Exception):
-    """The incident cannot be resolved as asked; one line that names everything missing, or what changed meanwhile."""
+    """The incident cannot be resolved as asked; one line that names everything missing, or what changed meanwhile.
+
+    Attributes:
+        fields: what is wrong by field of the statement, for a form; the key is empty where it concerns no field.
+    """
+
+    def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.fields = dict(fields or {})
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One thing that keeps the statement from making a whole case: the field, and words for line and form."""
+
+    field: str
+    line: str
+    form: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,19 @@ class Plan:
     resolved: str
 
 
+#: Fields of a statement that a whole case needs, in the order of the form.
+_REQUIRED = ("title", "case_class", "root_cause", "trigger", "fix_commit", "regression_test", "prevention")
+
+#: Those that the card of a known case may hold already.
+_ON_CARD = {
+    "case_class": "Class",
+    "root_cause": "Root cause",
+    "trigger": "Trigger",
+    "regression_test": "Regression test",
+    "prevention": "Prevention",
+}
+
+
 def describe(worker: Worker, capsule: Path) -> Incident:
     """Read the capsule in the worker: identity, digest and first divergence.
 
@@ -121,11 +152,14 @@ def plan(statement: Statement, incident: Incident, *, repo: Path | None = None, 
     problems = _missing(statement, incident, known)
     fix = code.commit_id(statement.fix_commit)
     if statement.fix_commit and fix is None:
-        problems.append(f"--fix-commit {statement.fix_commit} is no commit in {code.root}")
+        words = f"{statement.fix_commit} is no commit in {code.root}"
+        problems.append(_Problem("fix_commit", f"--fix-commit {words}", words))
     if statement.regression_test and (problem := _test_problem(code, statement.regression_test, fix)):
-        problems.append(problem)
+        problems.append(
+            _Problem("regression_test", f"--regression-test {statement.regression_test}: {problem}", problem)
+        )
     if problems or fix is None:
-        raise ResolveError("the incident is not resolved: " + "; ".join(problems))
+        raise _refusal(problems)
 
     read_incident(incident.path)  # one that cannot be read could not be updated after the commit
     moment = now or datetime.now(UTC)
@@ -214,35 +248,50 @@ def read(file: Path) -> str:
         raise ResolveError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _missing(statement: Statement, incident: Incident, known: cards.Card | None) -> list[str]:
-    """Everything that keeps the statement from making a whole case, one phrase each."""
-    problems: list[str] = []
+def _missing(statement: Statement, incident: Incident, known: cards.Card | None) -> list[_Problem]:
+    """Everything that keeps the statement from making a whole case."""
+    problems: list[_Problem] = []
     if not cards.valid_id(statement.case):
-        problems.append(
-            f"--case {statement.case!r} is no case id (lower-case words joined by dashes, such as loss-stuck-at-ln-v)"
-        )
-    required = {
-        "--title": (statement.title, known.title if known else ""),
-        "--class": (statement.case_class, known.get("Class") if known else ""),
-        "--root-cause": (statement.root_cause, known.get("Root cause") if known else ""),
-        "--trigger": (statement.trigger, known.get("Trigger") if known else ""),
-        "--fix-commit": (statement.fix_commit, ""),
-        "--regression-test": (statement.regression_test, known.get("Regression test") if known else ""),
-        "--prevention": (statement.prevention, known.get("Prevention") if known else ""),
-    }
-    absent = [name for name, (given, on_card) in required.items() if not given.strip() and not on_card.strip()]
-    if absent:
-        problems.append(f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
+        words = "is no case id (lower-case words joined by dashes, such as loss-stuck-at-ln-v)"
+        problems.append(_Problem("case", f"--case {statement.case!r} {words}", words if statement.case else "missing"))
+    on_card = {"title": known.title if known else "", **{name: _on_card(known, name) for name in _ON_CARD}}
+    for name in _REQUIRED:
+        if not getattr(statement, name).strip() and not on_card.get(name, "").strip():
+            problems.append(_Problem(name, "", "missing"))
     word = re.split(r"[\s,;]", statement.case_class.strip(), maxsplit=1)[0]
     if word and word not in cards.CLASSES:
-        problems.append(f"--class {word} is none of {', '.join(cards.CLASSES)}")
+        words = f"{word} is none of {', '.join(cards.CLASSES)}"
+        problems.append(_Problem("case_class", f"--class {words}", words))
     if known is None and not (statement.symptom or incident.symptom).strip():
-        problems.append("--symptom is missing (the capsule shows no divergence to take it from)")
+        words = "(the capsule shows no divergence to take it from)"
+        problems.append(_Problem("symptom", f"--symptom is missing {words}", f"missing {words}"))
     if incident.status == "recording":
-        problems.append(f"{incident.path} is still recording; stop the run first")
+        problems.append(_Problem("", f"{incident.path} is still recording; stop the run first"))
     if not os.access(incident.path, os.W_OK):
-        problems.append(f"{incident.path} is not writable (incident.json goes there)")
+        problems.append(_Problem("", f"{incident.path} is not writable (incident.json goes there)"))
     return problems
+
+
+def _on_card(known: cards.Card | None, name: str) -> str:
+    return known.get(_ON_CARD[name]) if known else ""
+
+
+def _refusal(problems: Sequence[_Problem]) -> ResolveError:
+    """All problems as one line for the command, in which what is absent stands together, and by field for a form."""
+    absent = [_option(each.field) for each in problems if not each.line]
+    lines = [each.line for each in problems if each.line]
+    if absent:
+        first = 1 if problems[0].field == "case" and problems[0].line else 0
+        lines.insert(first, f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
+    by_field: dict[str, str] = {}
+    for each in problems:
+        words = each.form or each.line
+        by_field[each.field] = f"{by_field[each.field]}; {words}" if each.field in by_field else words
+    return ResolveError("the incident is not resolved: " + "; ".join(lines), by_field)
+
+
+def _option(field: str) -> str:
+    return "--class" if field == "case_class" else f"--{field.replace('_', '-')}"
 
 
 def _test_problem(code: Repository, node: str, fix: str | None) -> str | None:
@@ -254,9 +303,9 @@ def _test_problem(code: Repository, node: str, fix: str | None) -> str | None:
     if not path or outside or not contents:
         uncommitted = not outside and (code.root / path).is_file()
         advice = "it is not committed yet" if uncommitted else f"no such file in {code.root}"
-        return f"--regression-test {node}: {advice}, neither at the fix commit nor at HEAD"
+        return f"{advice}, neither at the fix commit nor at HEAD"
     if not any(find_test(content, node) for content in contents):
-        return f"--regression-test {node}: {path} holds no such test, neither at the fix commit nor at HEAD"
+        return f"{path} holds no such test, neither at the fix commit nor at HEAD"
     return None
 
 

@@ -8,13 +8,15 @@ ship with llmconsole are read beside your own file and marked seed.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from .. import paths
 from ..casebook import cards, search
+from ..casebook.log import load
+from ..casebook.resolve import ResolveError
+from ..casebook.show import case_block
 from ..output import CommandError, console, print_json
 from ..text import visible
 
@@ -55,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List, search or show."""
     file = paths.case_file()
-    known = load(file)
+    try:
+        known = load(file)
+    except ResolveError as error:
+        raise CommandError(error) from error
     query = ""
     if args.action == "search":
         query = " ".join(map(_quoted, args.words))
@@ -74,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     screen = console()
     if args.action == "show":
         for card in known:
-            screen.print(_card(card))
+            fields = [(each.name, each.value) for each in card.fields]
+            screen.print(case_block(card.id, card.title, fields, seed=card.seed))
     elif known:
         for card in known:
             for line in _rows(card):
@@ -82,18 +88,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         screen.print(f" No case holds {visible(query)}.", style="bright_black")
     return 0
-
-
-def load(file: Path) -> tuple[cards.Card, ...]:
-    """The user's cases, then those that ship with the product."""
-    from ..casebook.resolve import ResolveError, read
-
-    try:
-        own = cards.parse(read(file))
-    except ResolveError as error:
-        raise CommandError(error) from error
-    same = {card.text for card in own}  # in our own repository the two files are one
-    return own + tuple(card for card in cards.parse(paths.seed_cases(), seed=True) if card.text not in same)
 
 
 def _quoted(word: str) -> str:
@@ -125,22 +119,3 @@ def _rows(card: cards.Card) -> list[RenderableType]:
     suspect = card.get("Root cause") or card.get("First suspect")
     below = Padding(Text(cards.single_line(suspect), "bright_black"), (0, 0, 0, 4))
     return [row, below] if suspect else [row]
-
-
-def _card(card: cards.Card) -> RenderableType:
-    """The card as it stands, a row a field; `Misled by` stands out, since it saves the most time."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    head = Text(" ")
-    head.append(visible(card.id), "bold cyan")
-    head.append(f" · {visible(card.title)}", "bold")
-    head.append("  seed\n" if card.seed else "\n", "bright_black")
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1, overflow="fold")
-    for field in card.fields:
-        style = "bold yellow" if field.name.casefold() == "misled by" else "bold"
-        table.add_row(Text(f" {visible(field.name)}", style), Text(visible(field.value, keep="\n")))
-    return Group(head, table, Text())

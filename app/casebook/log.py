@@ -1,0 +1,26 @@
+"""The whole case log: the cases of the user's file, and beside them those that ship with the product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import paths
+from . import cards
+
+
+def load(file: Path) -> tuple[cards.Card, ...]:
+    """The user's cases, then those that ship with the product.
+
+    Raises:
+        ResolveError: the file is there and cannot be read.
+    """
+    from .resolve import read
+
+    own = cards.parse(read(file))
+    same = {card.text for card in own}  # in our own repository the two files are one
+    return own + tuple(card for card in seed() if card.text not in same)
+
+
+def seed() -> tuple[cards.Card, ...]:
+    """The cases that ship with the product."""
+    return cards.parse(paths.seed_cases(), seed=True)
