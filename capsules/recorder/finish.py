@@ -22,7 +22,7 @@ from .output import Output, read_samples, standard_scalars
 from .parameters import group_records, unowned_records
 from .ring import Ring
 from .tape import UNKNOWN, Row
-from .triggers import Limits, Spike, Trigger, first_bad
+from .triggers import Limits, OddSample, Spike, Trigger, first_bad
 from .window import Window
 
 # Seconds between two looks at the size of what was written.
@@ -53,6 +53,7 @@ class Finisher:
         self._ring = Ring(keep)
         self._limits = Limits()
         self._spike = Spike()
+        self._odd_sample = OddSample()
         accumulation = training.get("accumulation_steps")
         self._output = Output(writer, rank, loop.ignore_index, accumulation)
         self._max_bytes = max_bytes
@@ -111,16 +112,15 @@ class Finisher:
         if table is None:
             return
         micro, rows = window.micro.index, self._loop.tape.rows
-        place = next((i for i, row in enumerate(rows) if row.micro == micro and row.role == "gradient"), len(rows))
-        names = self._loop.hooks.modules
+        compiled, names = self._loop.hooks.compiled, self._loop.hooks.modules
+        place = next((i for i, row in enumerate(rows) if row.micro == micro and row.role != "activation"), len(rows))
 
         def sink(values: list[float]) -> None:
-            found = [
-                Row.compiled(name or "output", micro, values[4 * slot : 4 * slot + 4])
-                for slot, name in enumerate(names)
-                if values[4 * slot + 2] >= 0
+            filled = [slot for slot in range(len(names)) if values[4 * slot + 2] >= 0]
+            compiled.seen.update(filled)
+            rows[place:place] = [
+                Row.compiled(names[slot] or "output", micro, values[4 * slot : 4 * slot + 4]) for slot in filled
             ]
-            rows[place:place] = found
 
         window.waiting.append((table.view(-1), sink))
 
@@ -252,8 +252,10 @@ class Finisher:
             attempt("parameters", lambda: self._write_parameters(window.step, len(rows)))
         if triggers or window.due:
             attempt("parameter groups", lambda: self._write_groups(window))
-        if triggers or window.due:
+        odd = self._odd_sample.add([loss for micro in window.micros for loss in micro.sample_loss or ()])
+        if triggers or window.due or odd:
             attempt("batches", lambda: output.ring(self._ring))
+        if triggers or window.due:
             attempt("manifest", lambda: self._update_manifest(window))
         for trigger in triggers:
             attempt("triggers", lambda t=trigger: self._carry(t))

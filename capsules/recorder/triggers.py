@@ -23,6 +23,13 @@ DEVIATIONS = 6.0
 RELATIVE = 0.5
 OF_FIRST = 0.05
 
+# A sample is odd where its loss lies this far beyond the worst of the windows before. Hard text does that too, now and
+# then, so it is no trigger; but only the tokens tell the two apart, and without this they are gone.
+ODD_WINDOWS = 32
+ODD_HISTORY = 6
+ODD_BEYOND = 1.2
+MOST_ODD = 16
+
 # After a trigger its kind stays quiet until this many windows were healthy, and for ever after so many of it.
 HEALTHY_AGAIN = 20
 MOST = 8
@@ -93,6 +100,26 @@ class Spike:
             if self._first is None and len(self._previous) == HISTORY:
                 self._first = median(self._previous)
         return threshold if threshold is not None and loss > threshold else None
+
+
+class OddSample:
+    """Judges the worst sample of each window against the worst of the windows before."""
+
+    def __init__(self) -> None:
+        self._worst: deque[float] = deque(maxlen=ODD_WINDOWS)
+        self._found = 0
+
+    def add(self, losses: list[float]) -> bool:
+        """Take the sample losses of the next window; whether one of them is worth keeping the window for."""
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if not finite:
+            return False
+        worst = max(finite)
+        known = len(self._worst) >= ODD_HISTORY
+        odd = known and len(finite) > 1 and self._found < MOST_ODD and worst > ODD_BEYOND * max(self._worst)
+        self._worst.append(worst)
+        self._found += odd
+        return odd
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmconsole.capsules.recorder.triggers import Limits, Spike
+from llmconsole.capsules.recorder.triggers import Limits, OddSample, Spike
 
 
 def fires(losses: list[float]) -> list[int]:
@@ -215,3 +215,29 @@ class TestAskedFor:
         capsule = recording.capsule()
         assert capsule.trigger is None
         assert capsule.status == "sealed"
+
+
+class TestOddSample:
+    def test_a_sample_far_beyond_all_before_is_worth_keeping(self) -> None:
+        odd = OddSample()
+        ordinary = [odd.add([2.5, 2.8, 3.0 + 0.1 * (step % 3)]) for step in range(20)]
+        assert not any(ordinary)
+        assert odd.add([2.6, 8.0, 2.7])
+
+    def test_what_was_seen_once_is_not_odd_again(self) -> None:
+        odd = OddSample()
+        for _ in range(10):
+            odd.add([2.5, 3.0])
+        assert odd.add([2.5, 8.0])
+        assert not odd.add([2.5, 8.5])
+
+    def test_a_young_run_and_a_batch_of_one_say_nothing(self) -> None:
+        young, single = OddSample(), OddSample()
+        assert not any(young.add([2.0, 2.0 * 1.5**step]) for step in range(6))
+        assert not any(single.add([2.0]) for _ in range(10))
+        assert not single.add([9.0])
+
+    def test_a_run_full_of_oddities_does_not_fill_the_disk(self) -> None:
+        odd = OddSample()
+        kept = sum(odd.add([1.0, 2.0 * 1.3**step]) for step in range(100))
+        assert kept == 16
