@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 nothing found, 1 findings, 2 unusable path or usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A terminal that cannot show a sign gets an escape for it, never an encoding error.
+    if sys.stdout is None:  # closed by the caller (`>&-`)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     codecs.register_error("llmconsole.stand-in", stand_in)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -55,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         narrate("interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`| head`); Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_output()
         return _BROKEN_PIPE
+    except OSError as error:
+        narrate(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        _silence_output()
+        return UNUSABLE
     except SystemExit as leaving:  # --help and --version of argparse
         return leaving.code if isinstance(leaving.code, int) else UNUSABLE
     except Exception as error:
@@ -68,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "please report it (LLMCONSOLE_DEBUG=1 shows where it happened)"
         )
         return UNUSABLE
+
+
+def _silence_output() -> None:
+    """Where standard output leads nowhere (`| head`, a full disk), Python would complain again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

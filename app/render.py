@@ -131,7 +131,7 @@ def figure(value: Any) -> str:
         return "–"
     if isinstance(value, list | tuple):
         items = [figure(item) for item in value]
-        return ", ".join(items) if len(items) <= 3 else f"{items[0]}, {items[1]} … {items[-1]}"
+        return " · ".join(items) if len(items) <= 3 else f"{items[0]} · {items[1]} … {items[-1]}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return one_line(value, 200)
     if isinstance(value, int):

@@ -170,6 +170,15 @@ class TestExitStatus:
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
         assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
 
+    def test_an_output_that_cannot_be_written_is_one_line(self):
+        for target in ("/dev/full", "&-"):
+            command = f"{sys.executable} -m llmconsole.app.cli --help >{target}"
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+            if target == "/dev/full":
+                assert "standard output: No space left" in one_error_line(done)
+            else:
+                assert (done.returncode, done.stderr) == (0, "")
+
     def test_an_interrupt_is_one_line_and_leaves_no_worker(self, runs: Path):
         process = subprocess.Popen(
             [sys.executable, "-m", "llmconsole.app.cli", "analyze", *[str(runs)] * 400],

@@ -163,7 +163,7 @@ def test_of_several_reports_the_healthy_ones_take_three_lines():
     [
         (None, "–"), (18342, "18,342"), (0.0314159, "0.031416"), (float("nan"), "NaN"), (float("-inf"), "-Inf"),
         (65504.0, "65,504"), (1e-9, "1e-09"), (123456.78, "123,456.8"), (True, "True"), ("\x1b[2J", "\\x1b[2J"),
-        ([1, 2], "1, 2"), ([1, 2, 3, 4], "1, 2 … 4"), (10**400, "10^400"),
+        ([1, 2], "1 · 2"), ([1, 2, 3, 4], "1 · 2 … 4"), (10**400, "10^400"),
     ],
 )  # fmt: skip
 def test_figures_are_short_and_exact_enough(value: object, shown: str):
