@@ -13,7 +13,7 @@ MOST_NAMES = 8
 
 def coverage(hooks: ModuleHooks, window: Window) -> list[dict[str, Any]]:
     """Events for the first window: layers in compiled regions, and layers that no hook saw."""
-    compiled = {hooks.modules[slot] for slot in hooks.compiled.traced}
+    compiled = {hooks.modules[slot] for slot in hooks.compiled.seen}
     layers = [
         clean_name(name)
         for name, module in hooks.root.named_modules()

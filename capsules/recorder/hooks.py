@@ -6,6 +6,7 @@ autograd order. Full backward hooks would be simpler, but raise on in-place modu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -233,7 +234,7 @@ class Compiled:
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
-        self.traced: set[int] = set()
+        self.seen: set[int] = set()  # slots that compiled code has filled
 
     def prepare(self, size: int, device: torch.device) -> None:
         """Make the table; it must exist before the first compiled call. Filled with -1, which no norm is."""
@@ -252,8 +253,8 @@ class Compiled:
             values[slot, 3] = output.dtype.itemsize
 
     def take(self) -> Tensor | None:
-        """A copy of the table [modules, 4], which is empty (-1) again afterwards; None where nothing was traced."""
-        if self.values is None or not self.traced:
+        """A copy of the table [modules, 4], which is empty (-1) again afterwards; None where nothing is compiled."""
+        if self.values is None or "torch._dynamo.convert_frame" not in sys.modules:
             return None
         taken = self.values.clone()
         self.values.fill_(-1.0)
