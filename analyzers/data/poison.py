@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     "data/poison-sample",
     stage="data",
     needs=("records.samples|batches.token_loss",),
+    # Weights that were replaced make some sample the worst by far; so does a loss of next to nothing.
+    explained_by=("numerics/learning-rate", "objective/labels-not-shifted"),
 )
 def poison_sample(capsule: Capsule) -> Iterator[Finding]:
     """One sample's loss stands far out from its batch and from everything before it.
