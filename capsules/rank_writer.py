@@ -239,6 +239,8 @@ def column(value: Any, where: str, name: str, length: int | None = None) -> np.n
     Raises:
         EvidenceError: naming the row that holds something else, or the lengths that differ.
     """
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.ndim == 1 and length in (None, len(value)):
+        return value.astype(np.float64)
     listed = _listed(value)
     if length is not None and len(listed) != length:
         if len(listed) != 1:
@@ -268,6 +270,10 @@ def steps(value: Any, where: str, length: int) -> np.ndarray[Any, Any]:
     Raises:
         EvidenceError: naming the row that holds no count, or the lengths that differ.
     """
+    if isinstance(value, range):
+        value = np.arange(value.start, value.stop, value.step)
+    if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.shape == (length,) and (value >= 0).all():
+        return value
     listed = _listed(value)
     if len(listed) != length:
         raise EvidenceError(f"{len(listed)} steps for {length} values", where)
