@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import msgspec
 
@@ -132,7 +132,7 @@ def _play(fault: Fault, args: argparse.Namespace, worker: Worker, *, hidden: boo
     scratch = build(_directory(args.dir), fault)
     narrate(f"{scratch.directory} is the repository of this demo; it is yours to keep or to delete")
     for line in scratch.repository.history().splitlines():
-        narrate(f"  {line}")
+        narrate(line)
 
     training = time.monotonic()
     steps = _train(scratch.directory, [*fault.arguments, "--seed", str(args.seed)])
@@ -145,7 +145,7 @@ def _play(fault: Fault, args: argparse.Namespace, worker: Worker, *, hidden: boo
         print_report(report, console())
         print(flush=True)
 
-    guess = None if args.headless or not hidden else _ask(fault)
+    guess = None if args.headless or not hidden else ask(fault, sys.stdin)
     correct = _is_right(report, fault)
     _tell(fault, report, correct=correct)
     repaired, case = None, None
@@ -198,12 +198,12 @@ def _train(directory: Path, arguments: list[str]) -> list[TrainedStep]:
                 narrate(_progress(each))
     if not steps:
         raise CommandError(f"train.py in {directory} ended without a step")
-    narrate(f"{_progress(steps[-1])}: the run has ended")
+    narrate(f"{_progress(steps[-1])}; the run has ended")
     return steps
 
 
 def _progress(step: TrainedStep) -> str:
-    return f"  step {step.step:>3}  loss {step.loss:.4f}  learning rate {step.learning_rate:.2e}"
+    return f"step {step.step}: loss {step.loss:.4f}, learning rate {step.learning_rate:.2e}"
 
 
 def _capsule(runs: Path) -> Path:
@@ -225,14 +225,14 @@ def _is_right(report: CapsuleReport, fault: Fault) -> bool:
     return report.first_divergence is not None and report.first_divergence.rule == fault.rule
 
 
-def _ask(fault: Fault) -> Guess | None:
-    """Ask which fault it was; None where standard input ends without an answer."""
+def ask(fault: Fault, answers: TextIO) -> Guess | None:
+    """Ask which fault it was, by name or number, and time it; None where ``answers`` ends without one."""
     names = [name for name, each in FAULTS.items() if each.rule]
     choices = ", ".join(f"{number} {name}" for number, name in enumerate(names, 1))
     started = time.monotonic()
     while True:
         print(f"Which fault was it? {choices}: ", end="", file=sys.stderr, flush=True)
-        answer = sys.stdin.readline()
+        answer = answers.readline()
         if not answer:
             print(file=sys.stderr)
             narrate("nobody answered on standard input, so there is no guess")
@@ -260,8 +260,8 @@ def _repair(scratch: Scratch, work: Repair) -> Repaired:
     """Commit the fix with its test, and tell what the test said on both trees."""
     narrate(f"fixing it, with a test: {work.test_node}")
     repaired = repair(scratch, work)
-    narrate(f"  {scratch.broken[:12]} broken  {repaired.before.outcome}: {repaired.before.summary}")
-    narrate(f"  {repaired.commit[:12]} fixed   {repaired.after.outcome}: {repaired.after.summary}")
+    narrate(f"broken {scratch.broken[:12]}: {repaired.before.outcome}, {repaired.before.summary}")
+    narrate(f"fixed  {repaired.commit[:12]}: {repaired.after.outcome}, {repaired.after.summary}")
     if (repaired.before.outcome, repaired.after.outcome) != ("failed", "passed"):
         raise CommandError(f"{work.test_node} should fail on the broken tree and pass on the fixed one")
     return repaired

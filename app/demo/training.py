@@ -113,6 +113,7 @@ def run_tests(directory: Path, *modules: str) -> TestRun:
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(min(MAX_THREADS, len(os.sched_getaffinity(0)))))
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a shared machine, threads that spin slow everyone
     environment.pop("PYTHONSAFEPATH", None)  # the scripts import the modules beside them
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     for name in _LAUNCHERS:
