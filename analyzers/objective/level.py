@@ -95,6 +95,7 @@ def initial_factor(capsule: Capsule) -> Iterator[Finding]:
         "objective/ignore-index-missing",
         "numerics/learning-rate",
     ),
+    cases=("loss-stuck-at-ln-v",),
 )
 def uniform_guess(capsule: Capsule) -> Iterator[Finding]:
     """The loss stays at ln V: the model guesses among all tokens alike.

@@ -35,6 +35,8 @@ NEEDS = (
 )
 #: Reductions a manifest may declare.
 REDUCTIONS = ("token-mean", "sequence-mean", "sum")
+#: Share of the loss up to which an undeclared reduction is a remark.
+SMALL = 0.01
 #: Settings that add to the loss or change the logits after they were captured: then a number that is no plain
 #: cross-entropy is no surprise.
 _EXTRA = re.compile(
@@ -133,7 +135,8 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
     if declared_reduction(capsule) is None and any(each.rule == "objective/reduction" for each in involved):
         # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice.
         confidence = "likely"
-        severity = "info" if names <= LAWFUL_CHOICES else "warning"
+        small = abs(verdict.table.observed - verdict.table.healthy) <= SMALL * abs(verdict.table.healthy)
+        severity = "info" if small or names <= LAWFUL_CHOICES else "warning"
         following.append("declare the reduction that is meant (manifest training.reduction)")
     elif verdict.status != "confirmed":
         following.append("capture the loss of a second step at full precision, or at four decimals and more")
@@ -151,16 +154,28 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
         confidence=confidence,
         where=Where(step=0),
         evidence=evidence_rows(capsule, verdict, observed),
-        cause=" or ".join(dict.fromkeys(" and ".join(each.cause for each in member) for member in members)),
+        cause=_cause(members),
         next=tuple(following),
         fix=tuple(dict.fromkeys(each.fix for each in involved)),
         counterfactual=table,
     )
 
 
+def _cause(members: list[list[NamedFault]]) -> str:
+    """What all sets of faults share, then what they differ in."""
+    common = [each for each in members[0] if all(each in member for member in members)]
+    rest = [[each.cause for each in member if each not in common] for member in members]
+    parts = [each.cause for each in common]
+    if any(rest):
+        parts.append(" or ".join(dict.fromkeys(" and ".join(causes) for causes in rest)))
+    return "; and ".join(parts)
+
+
 def _title(members: list[list[NamedFault]]) -> str:
-    text = " or ".join(dict.fromkeys(" and ".join(each.cause for each in member) for member in members))
-    return text[0].upper() + text[1:] if len(text) <= 120 else "The loss is computed wrongly in one of two named ways"
+    """The whole cause where it is short, else the first fault of it."""
+    text = _cause(members)
+    text = text if len(text) <= 120 else members[0][0].cause.partition(":")[0]
+    return text[0].upper() + text[1:]
 
 
 def evidence_rows(capsule: Capsule, verdict: Verdict, observed: tuple[Observed, ...]) -> tuple[Evidence, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -49,18 +49,40 @@ def observed_windows(capsule: Capsule) -> list[Observed]:
         return []
     batches = [each for each in capsule.batches() if each.split in (None, "train")]
     by_step = [(step, list(group)) for step, group in groupby(batches, key=lambda each: each.step)]
+    chosen = _spread(by_step, 2 * MAX_WINDOWS)
+    expected = _recorded_micros(capsule, {step for step, _ in chosen})
+    loose = [each.reported_loss for each in batches if each.reported_loss is not None]
+    decimals = printed_decimals(np.asarray(loose, dtype=np.float64))
     found: list[Observed] = []
-    for step, group in _spread(by_step, 2 * MAX_WINDOWS):
-        found.extend(_observe_step(capsule, step, group))
+    for step, group in chosen:
+        found.extend(_observe_step(capsule, step, group, expected, decimals))
         if len(found) >= 2 * MAX_WINDOWS:
             break
     return list(_spread(found, MAX_WINDOWS))
 
 
-def _observe_step(capsule: Capsule, step: int, batches: Sequence[Batch]) -> Iterable[Observed]:
+def _recorded_micros(capsule: Capsule, steps: set[int]) -> dict[tuple[int, int], set[int]]:
+    """The micro-batches that were recorded to exist, by (step, rank)."""
+    micros: dict[tuple[int, int], set[int]] = {}
+    for record in capsule.records("microbatches"):
+        if record.get("step") in steps:
+            micros.setdefault((record["step"], record["rank"]), set()).add(record.get("micro") or 0)
+    return micros
+
+
+def _observe_step(
+    capsule: Capsule,
+    step: int,
+    batches: Sequence[Batch],
+    expected: Mapping[tuple[int, int], set[int]],
+    decimals: int | None,
+) -> Iterable[Observed]:
+    """One observation a rank of this step; ``decimals`` stands in where a batch does not say how it was printed."""
     per_rank = {rank: list(group) for rank, group in groupby(batches, key=lambda each: each.rank)}
-    complete = {rank: group for rank, group in per_rank.items() if _complete(capsule, step, rank, group)}
-    numbers = {rank: _reported(capsule, step, rank, group) for rank, group in complete.items()}
+    complete = {
+        rank: group for rank, group in per_rank.items() if _complete(capsule, group, expected.get((step, rank)))
+    }
+    numbers = {rank: _reported(capsule, step, rank, group, decimals) for rank, group in complete.items()}
     if not any(number is not None for number in numbers.values()):
         return
     micros: dict[int, tuple[Micro, ...]] = {}
@@ -80,7 +102,7 @@ def _observe_step(capsule: Capsule, step: int, batches: Sequence[Batch]) -> Iter
             window=Window(step, rank, (own, *others) if whole else (own,), configured, world),
             value=number[0],
             decimals=number[1],
-            value_roundoff=_roundoff(complete[rank][0].loss_dtype, complete[rank][0].logits_dtype),
+            value_roundoff=_sum_roundoff(complete[rank][0], sum(int(each.supervised.sum()) for each in own)),
             input_roundoff=max(_input_roundoff(batch) for batch in complete[rank]),
         )
 
@@ -116,25 +138,25 @@ def _world(capsule: Capsule) -> int:
     return (run.world_size if run is not None else None) or len(capsule.ranks)
 
 
-def _complete(capsule: Capsule, step: int, rank: int, batches: Sequence[Batch]) -> bool:
+def _complete(capsule: Capsule, batches: Sequence[Batch], expected: set[int] | None) -> bool:
     """Whether every micro-batch of the window was captured, as far as the evidence tells."""
     if len({batch.micro for batch in batches}) < len(batches):
         return False
-    recorded = {
-        record.get("micro") for record in capsule.records("microbatches", rank=rank) if record.get("step") == step
-    }
-    if recorded:
-        return len(recorded) == len(batches)
+    if expected is not None:
+        return len(expected) == len(batches)
     training = capsule.manifest.training
     configured = (training.accumulation_steps if training is not None else None) or 1
     # One batch of a longer window: the number may be the batch's or the window's, so nothing can be said.
     return len(batches) == configured or len(batches) > 1
 
 
-def _reported(capsule: Capsule, step: int, rank: int, batches: Sequence[Batch]) -> tuple[float, int | None] | None:
+def _reported(
+    capsule: Capsule, step: int, rank: int, batches: Sequence[Batch], decimals: int | None
+) -> tuple[float, int | None] | None:
     """(value, decimals) of the loss of the whole window, or None."""
     if len(batches) == 1 and batches[0].reported_loss is not None:
-        number = (float(batches[0].reported_loss), batches[0].reported_decimals)
+        printed = batches[0].reported_decimals
+        number = (float(batches[0].reported_loss), decimals if printed is None else printed)
         return number if np.isfinite(number[0]) else None
     series = capsule.scalars("loss", rank=rank)
     at = np.flatnonzero(np.asarray(series.step) == step)
@@ -168,7 +190,8 @@ def _micro(capsule: Capsule, batch: Batch) -> Micro | None:
     shifted = _is_shifted(tokens, labels, asked, batch.label_layout)
     if shifted is None:
         return None
-    padding = _padding(batch, tokens, tokenizer.pad_id if tokenizer is not None else None)
+    asked_token = np.hstack((np.zeros_like(asked[:, :1]), asked[:, :-1])) if shifted else asked
+    padding = _padding(batch, tokens, tokenizer.pad_id if tokenizer is not None else None, asked_token)
     roles = batch.roles
     if batch.loss_mask is not None:
         asked &= np.asarray(batch.loss_mask) != 0
@@ -210,15 +233,19 @@ def _is_shifted(tokens: Ints, labels: Ints, asked: Mask, declared: str | None) -
     return shifted if unshifted or shifted else None
 
 
-def _padding(batch: Batch, tokens: Ints, pad_id: int | None) -> Mask:
+def _padding(batch: Batch, tokens: Ints, pad_id: int | None, asked: Mask) -> Mask:
     """Padding tokens [B, T]: role 0, or masked tokens that are all the same one.
 
-    A mask may hide real tokens for other reasons; those stay what the labels say they are.
+    A mask may hide real tokens for other reasons; those stay what the labels say they are. Without mask and roles,
+    the end of a row that repeats the padding token and that no label asks for.
     """
     padding = np.zeros(tokens.shape, dtype=bool)
     if batch.roles is not None:
         padding |= np.asarray(batch.roles) == 0
     mask = batch.attention_mask
+    if mask is None and batch.roles is None and pad_id is not None:
+        alike = (tokens == pad_id) & ~asked
+        padding |= np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
     if mask is not None and mask.ndim == 2:
         hidden = np.asarray(mask) == 0
         if hidden.any():
@@ -249,6 +276,16 @@ def _roundoff(*dtypes: str | None) -> float:
         if dtype in UNIT_ROUNDOFF:
             return UNIT_ROUNDOFF[dtype]
     return UNIT_ROUNDOFF["float32"]
+
+
+def _sum_roundoff(batch: Batch, tokens: int) -> float:
+    """Of a loss that is a sum of ``tokens`` terms, added one after another at worst.
+
+    Each addition rounds the partial sum: relative to the whole u · √tokens / 3, about twice what we allow a standard
+    deviation. Sums of low-precision terms are accumulated in float32.
+    """
+    own = _roundoff(batch.loss_dtype, batch.logits_dtype)
+    return float(np.hypot(own, min(own, UNIT_ROUNDOFF["float32"]) * np.sqrt(tokens) / 6.0))
 
 
 def _input_roundoff(batch: Batch) -> float:

@@ -148,6 +148,10 @@ class TestRecordedSums:
         assert finding.counterfactual.classes == (("mean-of-micro-batch-means",),)
         assert finding.counterfactual.healthy == pytest.approx(2080 / 1010) or finding.counterfactual.healthy > 2.06
 
+    def test_it_is_a_warning_where_nobody_declared_the_reduction(self, build: Build, findings_of: Say) -> None:
+        (finding,) = findings_of("objective/reduction", build(lambda writer: self.fill(writer, [5.0, 5.5]), {}))
+        assert (finding.severity, finding.confidence) == ("warning", "likely")
+
     @pytest.mark.quiet("objective/reduction")
     def test_the_token_mean_is_quiet(self, build: Build, findings_of: Say) -> None:
         capsule = build(lambda writer: self.fill(writer, [2080 / 1010, 2090 / 1010]), {})

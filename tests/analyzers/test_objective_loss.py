@@ -356,10 +356,10 @@ class TestWithoutADeclaredReduction:
         finding = said(trained(build, REDUCTIONS["sum"], declared=manifest(reduction=None)))[1]["objective/reduction"]
         assert (finding.severity, finding.confidence) == ("info", "likely")
 
-    def test_a_mean_of_means_is_likely_and_asks_for_the_declaration(self, build: Build) -> None:
+    def test_a_mean_of_means_that_hardly_matters_is_a_remark_and_asks_for_the_declaration(self, build: Build) -> None:
         capsule = trained(build, REDUCTIONS["mean-of-micro-batch-means"], 3, manifest(reduction=None))
         finding = said(capsule)[1]["objective/reduction"]
-        assert (finding.severity, finding.confidence) == ("warning", "likely")
+        assert (finding.severity, finding.confidence) == ("info", "likely")
         assert any("declare the reduction" in each for each in finding.next)
 
     def test_labels_that_are_not_shifted_are_still_confirmed(self, build: Build) -> None:
@@ -503,6 +503,26 @@ class TestSeveralRanks:
         _, found = said(build(lambda writer: self.fill(writer, number), declared))
         assert set(found) == {"objective/reduction"}
         assert found["objective/reduction"].confidence == "confirmed"
+
+
+def test_a_printed_number_is_known_as_such_even_where_nobody_counted_its_decimals(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        rows = Rows(torch.Generator().manual_seed(0))
+        logits = Job().model(rows.ids).detach()
+        loss = round(float(ce(logits[:, :-1], rows.labels[:, 1:])), 3)
+        writer.batch(step=0, rank=0, input_ids=rows.ids, labels=rows.labels, logits=logits, reported_loss=loss)
+
+    assert not said(build(fill, manifest()))[1]
+
+
+def test_padding_is_known_by_its_token_where_there_is_no_mask(build: Build) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        rows = Rows(torch.Generator().manual_seed(0))
+        logits = Job().model(rows.ids).detach()
+        loss = float(ce(logits[:, :-1], rows.asked_of(ASSISTANT, PAD)[:, 1:]))
+        writer.batch(step=0, rank=0, input_ids=rows.ids, labels=rows.labels, logits=logits, reported_loss=loss)
+
+    assert set(said(build(fill, {**manifest(), "tokenizer": {"pad_id": 0}}))[1]) == {"objective/pad-in-loss"}
 
 
 def test_a_loss_that_is_not_finite_and_an_incomplete_window_give_no_verdict(build: Build) -> None:
