@@ -15,6 +15,7 @@ _MODULES = {
     "contents": "capsules",
     "curves": "curves",
     "marks": "curves",
+    "layers": "layers",
     "case_list": "cases",
     "case_card": "cases",
     "case_history": "cases",

@@ -14,12 +14,14 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
+from ....analyzers.report import CapsuleReport
 from ...listing import Entry
 from ...looks.types import Contents
 from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
 from ..views.base import View
+from ..views.layers import LayersView
 from ..views.overview import OverviewView
 from ..views.timelines import TimelinesView
 
@@ -32,6 +34,7 @@ Make = Callable[[str, Contents], View]
 VIEWS: tuple[tuple[type[View], Make], ...] = (
     (OverviewView, lambda path, _: OverviewView(path)),
     (TimelinesView, lambda path, has: TimelinesView(path, has.series)),
+    (LayersView, lambda path, _: LayersView(path)),
 )
 
 
@@ -48,6 +51,7 @@ class CapsuleScreen(Screen[None]):
         self._contents: Contents | None = None
         self._open: View | None = None
         self._step: float | None = None  # the cursor that the views share
+        self._wanted = 1  # the view asked for before it is known what the capsule holds
 
     @property
     def open_view(self) -> View | None:
@@ -84,7 +88,7 @@ class CapsuleScreen(Screen[None]):
             first = self._contents is None
             self._contents = msgspec.convert(answer.result, Contents)
             if first:
-                await self.action_view(1)
+                await self.action_view(self._wanted)
 
     @on(View.CursorMoved)
     def _cursor(self, message: View.CursorMoved) -> None:
@@ -114,7 +118,10 @@ class CapsuleScreen(Screen[None]):
 
     async def action_view(self, number: int) -> None:
         """Open the view on this key; one that was not captured says what to capture."""
-        if self._contents is None or not 1 <= number <= len(VIEWS):
+        if not 1 <= number <= len(VIEWS):
+            return
+        self._wanted = number
+        if self._contents is None:
             return
         kind, make = VIEWS[number - 1]
         area = self.query_one("#views", Container)
@@ -130,6 +137,27 @@ class CapsuleScreen(Screen[None]):
             self._open = None
             await area.mount(Static(f"Not captured. {kind.teach}", classes="teach", markup=False))
 
+    @property
+    def case_query(self) -> str:
+        """What the case log is opened with: the rule of the finding that the view shows, else of the first."""
+        query = getattr(self._open, "case_query", "")
+        kept = cast("Console", self.app).reports.of(self.entry.path)
+        return query or case_query(kept.report if kept is not None else None)
+
+    def action_resolve(self) -> None:
+        """Make a case of this incident."""
+        cast("Console", self.app).resolve(self.entry)
+
+    def action_export(self) -> None:
+        """Write the report to a file."""
+        cast("Console", self.app).export(self.entry.path)
+
     def action_close(self) -> None:
         """Back to the list."""
         self.app.pop_screen()
+
+
+def case_query(report: CapsuleReport | None) -> str:
+    """The query that finds the cases which name the rule of a report's first divergence."""
+    first = report.first_divergence if report is not None else None
+    return f"rule:{first.rule}" if first is not None else ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from rich.segment import Segment
 from rich.style import Style
@@ -27,6 +27,36 @@ class Row(Generic[Item]):
     key: str
     text: Text
     item: Item
+
+
+class Lazy(Sequence[Row[Item]]):
+    """Rows that are made when they are drawn: thousands cost nothing until they are on screen.
+
+    Args:
+        keys: one a row.
+        make: the row at an index.
+    """
+
+    def __init__(self, keys: Sequence[str], make: Callable[[int], Row[Item]]) -> None:
+        self.keys, self._make = keys, make
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Row[Item]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row[Item]]: ...
+    def __getitem__(self, index: int | slice) -> Row[Item] | Sequence[Row[Item]]:
+        if isinstance(index, slice):
+            return [self._make(each) for each in range(*index.indices(len(self)))]
+        return self._make(index)
+
+
+def _place(rows: Sequence[Row[Any]], key: str) -> int | None:
+    """Index of the row of this key, None where there is none."""
+    keys = rows.keys if isinstance(rows, Lazy) else [row.key for row in rows]
+    return keys.index(key) if key in keys else None
 
 
 class Rows(ScrollView, Generic[Item], can_focus=True):
@@ -92,7 +122,7 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         """Show ``rows``; redraws only the lines that changed."""
         before, chosen = self._rows, self.selected
         self._rows = rows
-        place = next((index for index, row in enumerate(rows) if chosen and row.key == chosen.key), None)
+        place = _place(rows, chosen.key) if chosen else None
         cursor = place if place is not None else max(0, min(self.cursor, len(rows) - 1))
         self.virtual_size = Size(max(1, self.size.width), len(rows))
         if len(before) != len(rows) or cursor != self.cursor:
@@ -109,10 +139,15 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
 
     def select(self, key: str) -> bool:
         """Put the cursor on the row of this key; False where there is none."""
-        place = next((index for index, row in enumerate(self._rows) if row.key == key), None)
+        place = _place(self._rows, key)
         if place is not None:
             self.cursor = place
         return place is not None
+
+    def reveal(self, index: int) -> None:
+        """Put the cursor on a row with what is above and below it in view."""
+        self.cursor = max(0, min(len(self._rows) - 1, index))
+        self.scroll_to(y=max(0, self.cursor - self.size.height // 2), animate=False)
 
     def render_line(self, y: int) -> Strip:
         """One line of the list, padded to the width."""
