@@ -7,6 +7,7 @@ PATH is a capsule or a directory of capsules. Exit status: 0 nothing found, 1 fi
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a capsule, or a directory of capsules")
     parser.add_argument("--json", action="store_true", help="print the report as JSON (llmconsole.report/1)")
+    parser.add_argument("--export", metavar="FILE", help="also write the report to a new file: .txt, .svg or .html")
     parser.add_argument("--rule", action="append", default=[], metavar="ID", help="run this rule only; may be repeated")
     parser.add_argument(
         "--stage", choices=STAGES, metavar="S", help=f"run the rules of one stage only: {', '.join(STAGES)}"
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Analyse every path, print one report, and return the exit status."""
+    export = _new_file(args.export)
     reports: list[CapsuleReport] = []
     usable = True
     with Worker() as worker:
@@ -47,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
                 if error.kind != "refused":
                     reports.append(unfinished_report(path, str(error)))
     report = Report(reports=tuple(reports))
+    if export is not None and reports:
+        _write(report, export)
     if args.json:
         print_json(report)
     elif reports:
@@ -54,6 +59,32 @@ def run(args: argparse.Namespace) -> int:
 
         print_report(report, console())
     return exit_status(report) if usable else UNUSABLE
+
+
+def _new_file(name: str | None) -> Path | None:
+    """The file to export to, refused before the analysis where it could not be written after it."""
+    if name is None:
+        return None
+    from ..export import ExportError, format_of
+
+    path = Path(name)
+    try:
+        format_of(path)
+    except ExportError as error:
+        raise CommandError(error) from error
+    if os.path.lexists(path):
+        raise CommandError(f"{path} is there already and is not replaced; name another file")
+    return path
+
+
+def _write(report: Report, path: Path) -> None:
+    from ..export import ExportError, write
+
+    try:
+        write(report, path)
+    except ExportError as error:
+        raise CommandError(error) from error
+    narrate(f"wrote {path}")
 
 
 def sources(paths: list[str]) -> Iterator[tuple[Path, str]]:

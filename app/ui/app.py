@@ -22,6 +22,8 @@ from .state import State, load, save
 if TYPE_CHECKING:
     from textual.screen import Screen
 
+    from ..listing import Entry
+
 #: Dark, light, and the terminal's own palette.
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 
@@ -32,15 +34,20 @@ class Console(App[None]):
     Args:
         directory: where capsules appear.
         remember: whether theme, filter and selection are kept between visits.
+        repository: directory in the repository of code and case log; the working directory, or where that is in no
+            repository, the capsules' directory.
     """
 
     TITLE = "llmconsole"
     CSS_PATH = "app.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("app")]
 
-    def __init__(self, directory: Path, *, remember: bool = True) -> None:
+    def __init__(self, directory: Path, *, remember: bool = True, repository: Path | None = None) -> None:
         super().__init__(driver_class=Driver)
         self.directory = directory
+        here = Path.cwd()
+        beside = paths.repository_root(here) is None and paths.repository_root(directory) is not None
+        self.repository = repository or (directory if beside else here)
         self.link = Link()
         self.reports = Reports(self, self.link)
         self.remember = remember
@@ -110,6 +117,35 @@ class Console(App[None]):
         if not isinstance(self.screen, CommandPalette):
             self.push_screen(CommandPalette(providers=[ActionProvider], placeholder="what do you want to do?"))
 
+    def action_cases(self) -> None:
+        """Open the case log; a screen that shows a finding or a case says what to look for first."""
+        from .screens.cases import CasesScreen
+
+        if isinstance(self.screen, CasesScreen):
+            self.screen.action_search()
+        else:
+            self.push_screen(CasesScreen(self.repository, getattr(self.screen, "case_query", "")))
+
+    async def action_quit(self) -> None:
+        """Leave, unless a screen holds something that would be lost by it."""
+        held = next((words for each in self.screen_stack if (words := getattr(each, "unsaved", ""))), "")
+        if held:
+            self.notify(f"not yet: {held}; esc leads out of there", severity="warning", markup=False)
+        else:
+            await super().action_quit()
+
+    def resolve(self, entry: Entry) -> None:
+        """Open the form that makes a case of an incident."""
+        from .screens.resolve import ResolveScreen
+
+        self.push_screen(ResolveScreen(entry, self.repository))
+
+    def export(self, path: str) -> None:
+        """Ask for a format, then write the report of a capsule into the working directory."""
+        from .exporting import ask_and_write
+
+        ask_and_write(self, path)
+
     def action_next_theme(self) -> None:
         """Go round the themes."""
         here = THEMES.index(self.theme) if self.theme in THEMES else -1
@@ -125,8 +161,10 @@ class Console(App[None]):
             self.notify(words, timeout=3)
 
 
-def run(directory: Path) -> int:
-    """Run the console and return its exit status."""
+def run(directory: Path, chosen: Path | None = None) -> int:
+    """Run the console, with a capsule chosen where one is given, and return its exit status."""
     console = Console(directory)
+    if chosen is not None:
+        console.state.capsule = str(directory / chosen.resolve().name)
     console.run()
     return console.return_code or 0

@@ -23,7 +23,7 @@ from ..link import Answer
 from ..widgets.rows import Row, Rows
 from ..widgets.timeline import Curve, Timeline
 from ..widgets.verdict import Advice, Verdict
-from .capsule import CapsuleScreen
+from .capsule import CapsuleScreen, case_query
 
 if TYPE_CHECKING:
     from ..app import Console
@@ -288,6 +288,22 @@ class HomeScreen(Screen[None]):
         self.console_app.link.ask(self, "curves", params)
 
     # -- actions
+
+    @property
+    def case_query(self) -> str:
+        """What the case log is opened with from here: the rule of the chosen capsule's first divergence."""
+        kept = self.console_app.reports.of(self._selected.path) if self._selected is not None else None
+        return case_query(kept.report if kept is not None else None)
+
+    def action_resolve(self) -> None:
+        """Make a case of the capsule under the cursor."""
+        if self._selected is not None and not self._selected.problem:
+            self.console_app.resolve(self._selected)
+
+    def action_export(self) -> None:
+        """Write the report of the capsule under the cursor to a file."""
+        if self._selected is not None and not self._selected.problem:
+            self.console_app.export(self._selected.path)
 
     def action_open(self) -> None:
         """Open the capsule under the cursor."""

@@ -173,6 +173,12 @@ class OverviewView(View):
         else:
             area.focus()
 
+    @property
+    def case_query(self) -> str:
+        """What the case log is opened with: the rule of the chosen finding."""
+        row = self._list.selected
+        return f"rule:{row.item.finding.rule}" if row is not None and row.item.finding is not None else ""
+
     def action_open(self) -> None:
         """Show the chosen row in full."""
         if self._chosen is not None:
