@@ -123,7 +123,15 @@ def parse(text: str, *, seed: bool = False) -> tuple[Card, ...]:
             for stop in [_without_blank_tail(lines, first, last)]
         )
         cards.append(
-            Card(heading["id"], heading["title"].strip(), fields, start, end, "".join(lines[start:end]), seed=seed)
+            Card(
+                heading["id"],
+                heading["title"].strip().replace("\\#", "#"),
+                fields,
+                start,
+                end,
+                "".join(lines[start:end]),
+                seed=seed,
+            )
         )
     return tuple(cards)
 
@@ -144,7 +152,11 @@ def format_card(id: str, title: str, values: Mapping[str, str], newline: str = "
         raise CardError(f"{id!r} is no case id: use lower-case words joined by dashes, such as loss-stuck-at-ln-v")
     ordered = [name for name in FIELDS if name in values] + [name for name in values if name not in FIELDS]
     rows = [f"- **{name}:** {single_line(values[name])}" for name in ordered if values[name].strip()]
-    return newline.join([f"## {id} · {single_line(title)}", "", *rows, ""])
+    # Number signs at the end of a heading are decoration in Markdown: `C #` would lose its sign.
+    heading = re.sub(r"#+$", lambda signs: "\\#" * len(signs.group()), single_line(title))
+    if not heading:
+        raise CardError(f"the case {id} has no title")
+    return newline.join([f"## {id} · {heading}", "", *rows, ""])
 
 
 def append(text: str, id: str, title: str, values: Mapping[str, str]) -> str:
@@ -161,7 +173,8 @@ def append(text: str, id: str, title: str, values: Mapping[str, str]) -> str:
         gap += newline
     result = text + gap + format_card(id, title, values, newline)
     before, after = parse(text), parse(result)
-    if [card.text.rstrip() for card in after[:-1]] != [card.text.rstrip() for card in before]:
+    same = [card.text.rstrip() for card in after[:-1]] == [card.text.rstrip() for card in before]
+    if not same or len(after) != len(before) + 1:
         raise CardError(
             f"a section for {id} cannot be appended: the file ends inside an open code fence, comment or list; close it"
         )

@@ -109,6 +109,15 @@ class TestAppending:
         with pytest.raises(cards.CardError, match="case id"):
             cards.append(LOG, id, "T", {})
 
+    @pytest.mark.parametrize("title", ["C #", "##", "a # b", "```", "<!-- x", "* a", "a\\"])
+    def test_a_title_reads_back_as_it_was_given(self, title: str):
+        (card,) = cards.parse(cards.append("", "a-b", title, {"Class": "kernel"}))
+        assert card.title == title
+
+    def test_a_case_without_a_title_is_refused(self):
+        with pytest.raises(cards.CardError, match="no title"):
+            cards.append(LOG, "a-b", " ", {"Class": "kernel"})
+
     def test_text_cannot_open_a_section_or_carry_an_escape_sequence(self):
         text = cards.append("", "a-b", "T\n## evil-one · X", {"Fix": "f\n\n## evil-two · Y\n- **Class:** z\x1b[2J"})
         assert [card.id for card in cards.parse(text)] == ["a-b"]
