@@ -121,6 +121,7 @@ class RankWriter:
             if type(value) is not float:
                 value = number(value, f"scalars.{name}")
             rows += _SCALAR.pack(identity, step, value, at)
+        self._reached(step)
         self._append("scalars.bin", encode_block(SCALARS, bytes(rows), len(ids)))
 
     def scalars(self, name: str, step: Any, value: Any, time: Any, unit: str, side: str | None) -> None:
@@ -133,7 +134,13 @@ class RankWriter:
         rows["time"] = _NAN if time is None else column(time, where, "time", len(values))
         rows["id"] = self._ids_of("scalars", [(name, unit, side)])[0]
         if len(rows):
+            self._reached(int(rows["step"].max()))
             self._append("scalars.bin", encode_rows(SCALARS, rows))
+
+    def _reached(self, step: int) -> None:
+        """The next heartbeat says how far the series have come, so that a list need not read them."""
+        if self.state.step is None or step > self.state.step:
+            self.state.step = step
 
     # -- statistics
 

@@ -1,16 +1,18 @@
-"""The capsules of a directory: what state each is in, what triggered it, and what to type next."""
+"""The console on a directory of capsules; without a terminal, the list of them and what to type next."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .. import paths
-from ..analysis import capsules_in, is_capsule
-from ..output import UNUSABLE, CommandError, console, print_json
+from .. import paths, terminal
+from ..analysis import is_capsule
+from ..listing import Entry, Listing
+from ..output import UNUSABLE, CommandError, console, narrate, print_json
 from ..text import one_line
 from ..worker import Worker, WorkerError
 
@@ -18,26 +20,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class CapsuleRow(msgspec.Struct, kw_only=True):
-    """One capsule; ``problem`` says why it cannot be read, else it is empty."""
-
-    id: str = ""
-    title: str = ""
-    path: str
-    status: str = ""
-    trigger: str = ""
-    message: str = ""
-    step: int | None = None
-    changed: float = 0.0
-    problem: str = ""
-
-
 class Capsules(msgspec.Struct, kw_only=True):
     """``llmconsole.capsules/1``: the capsules of a directory; failing ones first, then live ones, then by time."""
 
     format: Literal["llmconsole.capsules/1"] = "llmconsole.capsules/1"
     directory: str
-    capsules: tuple[CapsuleRow, ...]
+    capsules: tuple[Entry, ...]
 
 
 #: Sign and style of a state: a trigger fired, it died, it is being written, its writer went silent, it ended well.
@@ -54,30 +42,44 @@ _STATES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("directory", nargs="?", metavar="DIR", help="default: LLMCONSOLE_DIR, else this directory")
+    parser.add_argument("--list", action="store_true", help="print the list, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print as JSON (llmconsole.capsules/1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the capsules."""
+    """Open the console; without a terminal, or where asked for text, print the list."""
     directory = paths.capsule_directory(args.directory)
-    try:
-        found = [directory] if is_capsule(directory) else capsules_in(directory)
-    except OSError as error:
-        raise CommandError(f"{directory}: {error.strerror}; give a directory that holds capsules") from error
-    rows: list[CapsuleRow] = []
+    # A capsule instead of a directory of them: the same, with that one chosen.
+    only = directory if is_capsule(directory) else None
+    directory = directory.resolve().parent if only else directory
+    obstacle = "" if args.json or args.list else terminal.obstacle()
+    if not (args.json or args.list or obstacle):
+        from ..ui.app import run as run_console
+
+        return run_console(directory, only)
+    if obstacle and terminal.is_one():
+        narrate(f"{obstacle}; here is the list instead of the console")
+    return _list(directory, only, args.json)
+
+
+def _list(directory: Path, only: Path | None, as_json: bool) -> int:
     with Worker() as worker:
-        for path in found:
-            try:
-                rows.append(msgspec.convert(worker.call("peek", {"path": str(path)}), CapsuleRow))
-            except WorkerError as error:
-                rows.append(CapsuleRow(path=str(path), problem=one_line(error)))
+        try:
+            found = msgspec.convert(worker.call("listing", {"directory": str(directory)}), Listing)
+        except WorkerError as error:
+            raise CommandError(error) from error
+    if found.problem and not found.entries:
+        raise CommandError(found.problem)
     order = list(_STATES)
-    rows.sort(key=lambda row: (order.index(_state(row)), -row.changed))
+    chosen = [each for each in found.entries if only is None or each.name == only.resolve().name]
+    rows = sorted(chosen, key=lambda row: (order.index(_state(row)), -row.changed))
     listing = Capsules(directory=str(directory), capsules=tuple(rows))
-    if args.json:
+    if as_json:
         print_json(listing)
     else:
         _print(listing)
+    if found.problem:
+        narrate(found.problem)
     return UNUSABLE if any(row.problem for row in rows) else 0
 
 
@@ -132,7 +134,7 @@ def _table(listing: Capsules) -> Table:
     return table
 
 
-def _state(row: CapsuleRow) -> str:
+def _state(row: Entry) -> str:
     if row.problem or row.status not in _STATES:
         return "problem"
     return "triggered" if row.trigger and row.status != "recording" else row.status
