@@ -35,6 +35,8 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
     silent: list[Rule] = []
     failed: set[Stage] = set()
 
+    import numpy as np
+
     if rules is None:
         rules = all_rules()
         errors.extend(RuleError(rule="plug-in", error=_line(warning)) for warning in plugin_warnings())
@@ -44,20 +46,18 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
             if missing:
                 skipped.append(Skipped(rule=rule.id, missing=missing))
                 continue
-            said = 0
-            for finding in rule.function(capsule):
-                if said == MAX_FINDINGS_PER_RULE:
-                    errors.append(
-                        RuleError(rule=rule.id, error=f"more than {said} findings: the first {said} are shown")
-                    )
-                    break
-                findings.append(_complete(finding, rule))  # what was said before a rule raised stays said
-                said += 1
+            before = len(findings)
+            # Evidence of a broken job overflows and is not a number: rules look at values, not at NumPy's warnings.
+            with np.errstate(all="ignore"):
+                complete = _collect(rule, capsule, findings)
+            if not complete:
+                cut = f"more than {MAX_FINDINGS_PER_RULE} findings: the first {MAX_FINDINGS_PER_RULE} are shown"
+                errors.append(RuleError(rule=rule.id, error=cut))
         except Exception as error:  # a rule's fault must not silence the others
             errors.append(RuleError(rule=rule.id, error=_line(f"{type(error).__name__}: {error}")))
             failed.add(rule.stage)
             continue
-        if not said:
+        if len(findings) == before:
             silent.append(rule)
 
     ranked = ladder.attribute(findings, {rule.id: rule.explained_by for rule in rules})
@@ -71,6 +71,15 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
         skipped=tuple(skipped),
         errors=tuple(errors),
     )
+
+
+def _collect(rule: Rule, capsule: Capsule, findings: list[Finding]) -> bool:
+    """Append what a rule says, one by one: what was said before it raised stays said. False where it was cut."""
+    for said, finding in enumerate(rule.function(capsule)):
+        if said == MAX_FINDINGS_PER_RULE:
+            return False
+        findings.append(_complete(finding, rule))
+    return True
 
 
 def _complete(finding: Finding, rule: Rule) -> Finding:
