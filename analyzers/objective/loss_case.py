@@ -63,6 +63,15 @@ class Micro:
         )
         return sums, divisor
 
+    def scored(self, shift: str = "1", positions: str = "supervised") -> tuple[Mask, Ints, Floats]:
+        """Which positions are scored, on which token (−1: none), and the loss of that token anywhere; each [B, T]."""
+        counted, targets = self._counted(shift, positions)
+        return counted, targets, self.scores.losses(targets, np.ones_like(counted), None, self.tokens[:, 1:])
+
+    def divided_by(self, shift: str, positions: str, denominator: str) -> Mask:
+        """Positions that the denominator counts [B, T]: what is scored, or what a slip would divide by."""
+        return self._divided_by(shift, denominator, self._counted(shift, positions)[0])
+
     def _remember(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Candidates share most of their parts."""
         if key not in self._parts:
@@ -124,17 +133,18 @@ class Micro:
         return supervised, targets
 
     def _denominator(self, shift: str, denominator: str, counted: Mask) -> Floats:
-        """Denominator of each row [B]: what is counted, or what a slip would divide by."""
+        """Denominator of each row [B]."""
+        return self._divided_by(shift, denominator, counted).sum(axis=1).astype(np.float64)
+
+    def _divided_by(self, shift: str, denominator: str, counted: Mask) -> Mask:
         _, decides, index = self._remember(("aligned", shift), lambda: self._aligned(shift))
         if denominator == "grid":
-            scored = index >= 0
-        elif denominator == "padded-grid":
-            scored = np.ones_like(counted)
-        elif denominator == "attended":
-            scored = (index >= 0) & ~np.where(decides >= 0, self.padding.reshape(-1)[decides], False)
-        else:
-            scored = counted
-        return scored.sum(axis=1).astype(np.float64)
+            return index >= 0
+        if denominator == "padded-grid":
+            return np.ones_like(counted)
+        if denominator == "attended":
+            return (index >= 0) & ~np.where(decides >= 0, self.padding.reshape(-1)[decides], False)
+        return counted
 
 
 @dataclass(frozen=True, eq=False)

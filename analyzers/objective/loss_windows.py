@@ -87,7 +87,7 @@ def _observe_step(
         return
     micros: dict[int, tuple[Micro, ...]] = {}
     for rank, group in complete.items():
-        built = [_micro(capsule, batch) for batch in group]
+        built = [micro_of(capsule, batch) for batch in group]
         if all(each is not None for each in built):
             micros[rank] = tuple(each for each in built if each is not None)
     training, world = capsule.manifest.training, _world(capsule)
@@ -174,7 +174,7 @@ def printed_decimals(values: Floats, most: int = 6) -> int | None:
     return decimals if decimals <= most else None
 
 
-def _micro(capsule: Capsule, batch: Batch) -> Micro | None:
+def micro_of(capsule: Capsule, batch: Batch) -> Micro | None:
     """The batch by token, or None where its labels are not next-token labels of its own inputs."""
     ids, labels = batch.input_ids, batch.labels
     if ids is None or labels is None or ids.shape != labels.shape or ids.ndim != 2 or ids.shape[1] < 2:
@@ -187,7 +187,7 @@ def _micro(capsule: Capsule, batch: Batch) -> Micro | None:
     declared = training.ignore_index if training is not None else None
     ignore = IGNORE_INDEX if declared is None else declared
     asked = (labels != ignore) & (labels >= 0)
-    shifted = _is_shifted(tokens, labels, asked, batch.label_layout)
+    shifted = is_shifted(tokens, labels, asked, batch.label_layout)
     if shifted is None:
         return None
     asked_token = np.hstack((np.zeros_like(asked[:, :1]), asked[:, :-1])) if shifted else asked
@@ -219,7 +219,7 @@ def _micro(capsule: Capsule, batch: Batch) -> Micro | None:
     )
 
 
-def _is_shifted(tokens: Ints, labels: Ints, asked: Mask, declared: str | None) -> bool | None:
+def is_shifted(tokens: Ints, labels: Ints, asked: Mask, declared: str | None) -> bool | None:
     """The layout that the data show, the declared one where both or neither can be seen; None for no known layout."""
     own = asked
     following = asked[:, :-1]
