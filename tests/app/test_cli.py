@@ -112,6 +112,14 @@ class TestExitStatus:
         assert done.returncode == 0
         assert "Nothing found" in done.stdout
 
+    def test_one_for_a_capsule_that_is_damaged(self, cli: Run, tmp_path: Path):
+        path = capsules.healthy(tmp_path / "torn.capsule")
+        (scalars,) = path.glob("ranks/*/scalars.bin")
+        scalars.write_bytes(scalars.read_bytes()[:-5])
+        done = cli("analyze", str(path))
+        assert done.returncode == 1
+        assert "capsule/damaged" in done.stdout
+
     def test_a_directory_is_all_of_its_capsules(self, cli: Run, runs: Path):
         done = cli("analyze", str(runs), "--json")
         assert done.returncode == 1
