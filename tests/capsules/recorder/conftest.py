@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,3 +105,64 @@ def run(tmp_path: Path) -> Callable[..., Run]:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+class Job:
+    """A training script in a process of its own."""
+
+    def __init__(self, ask: Callable[..., int], folder: Path, code: str) -> None:
+        self._ask = ask
+        folder.mkdir(parents=True, exist_ok=True)
+        self.runs = folder / "runs"
+        script = folder / "train.py"
+        script.write_text(textwrap.dedent(code))
+        self._out, self._err = folder / "out.txt", folder / "err.txt"
+        self.pid = ask(start=str(script), argv=[str(self.runs)], out=str(self._out), err=str(self._err))
+
+    def printed(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    def wait_for(self, line: str) -> None:
+        while f"{line}\n" not in self.printed():
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit status (negative: a signal), what it printed, and what it said on stderr."""
+        status = self._ask(wait=self.pid)
+        return status, self.printed(), self._err.read_text()
+
+    def capsule(self) -> Capsule:
+        (path,) = self.runs.glob("*.capsule")
+        return Capsule.open(path)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[..., int]]:
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+
+    def ask(**request: Any) -> int:
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
+        return int(answers.readline())
+
+    yield ask
+    requests.close()
+    process.wait()
+
+
+@pytest.fixture
+def job(nursery: Callable[..., int], tmp_path: Path) -> Callable[..., Job]:
+    """``job(code, name="a")`` starts a script, which gets the directory for its capsules as its argument."""
+    return lambda code, name="job": Job(nursery, tmp_path / name, code)

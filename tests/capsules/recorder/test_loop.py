@@ -340,7 +340,9 @@ class TestAccumulation:
         assert capsule.scalars("loss").value == pytest.approx(losses, rel=1e-6)
         assert capsule.scalars("grad_norm").value == pytest.approx(norms, rel=1e-5)
         assert len(capsule.scalars("update_norm")) == 2
-        assert [(batch.step, batch.micro) for batch in capsule.batches()] == [(s, m) for s in range(2) for m in range(3)]
+        assert [(batch.step, batch.micro) for batch in capsule.batches()] == [
+            (s, m) for s in range(2) for m in range(3)
+        ]
         micros = capsule.records("microbatches")
         assert [(row["step"], row["micro"], row["tokens"]) for row in micros] == [
             (s, m, 48) for s in range(2) for m in range(3)

@@ -28,7 +28,9 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32))
 
 
-@pytest.mark.parametrize(("build", "layer"), [(llama, "model.layers.1.mlp.down_proj"), (gpt2, "transformer.h.1.mlp.c_proj")])
+@pytest.mark.parametrize(
+    ("build", "layer"), [(llama, "model.layers.1.mlp.down_proj"), (gpt2, "transformer.h.1.mlp.c_proj")]
+)
 class TestHuggingFace:
     def test_a_causal_model_with_its_own_loss_is_recorded_whole(self, tmp_path: Path, build: Any, layer: str) -> None:
         torch.manual_seed(0)

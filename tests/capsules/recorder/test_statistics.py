@@ -51,7 +51,10 @@ def cases() -> list[tuple[str, Tensor]]:
         ("weights near one", 1 + 1e-4 * plain),
         ("squares beyond float32", plain * 1e25),
         ("constant", torch.full((1000,), 0.1)),
-        *((f"awkward {dtype}", awkward(dtype)) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)),
+        *(
+            (f"awkward {dtype}", awkward(dtype))
+            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+        ),
     ]
 
 
