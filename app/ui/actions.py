@@ -100,7 +100,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("batch.extra", "batch", "x", "fault", "What the named fault counts in addition", "extra"),
     Action("batch.left", "batch", "left,h", "step", "Previous captured batch", "step(-1)"),
     Action("batch.right", "batch", "right,l", "", "Next captured batch", "step(1)"),
-    Action("batch.micro", "batch", "m", "", "Next micro-batch or rank of this step", "micro"),
     Action("memory.right", "memory", "right,l", "", "Next step with a ledger", "step(1)"),
     Action("memory.left", "memory", "left,h", "step", "Previous step with a ledger", "step(-1)"),
     Action("memory.peak", "memory", "w", "peak", "The step at which most was allocated", "peak"),
@@ -128,7 +127,9 @@ ACTIONS: tuple[Action, ...] = (
     Action("resolve.up", "resolve", "up", "", "Previous field", "field(-1)"),
     Action("resolve.review", "resolve", "f2", "review", "Show file, diff and message of the commit", "review"),
     Action("review.commit", "review", "y", "commit", "Commit exactly what is shown", "commit"),
-    Action("review.back", "review", "escape", "back to the form", "Back to the form; nothing was written", "back"),
+    Action(
+        "review.back", "review", "escape", "back", "Back to the form; after the commit to where it was opened", "back"
+    ),
 )
 
 

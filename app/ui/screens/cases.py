@@ -148,6 +148,7 @@ class CasesScreen(Screen[None]):
     def _draw(self) -> None:
         box, card = self.query_one("#card"), self._card
         box.border_title = one_line(card.id).replace("[", r"\[") if card is not None else ""
+        box.border_subtitle = "" if card is None else "enter the card" if self._opened else "enter occurrences, commits"
         if card is None:
             self.query_one("#fields", Static).update("")
             return

@@ -10,7 +10,7 @@ from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical
 from textual.screen import Screen
 from textual.widgets import Button, Footer, Input, Static
 
@@ -91,7 +91,7 @@ class ResolveScreen(Screen[None]):
         """Where am I, a note, the fields, the button, the keys."""
         yield Static(id="where")
         yield Static(" reading capsule, case log and repository …", id="note", markup=False)
-        with VerticalScroll(id="scroll", can_focus=False):
+        with Vertical(id="scroll"):
             yield Form(
                 [Field(name, label, hint, CLASSES if name == "case_class" else ()) for name, label, hint in _FIELDS]
             )
@@ -143,8 +143,8 @@ class ResolveScreen(Screen[None]):
         self._given |= values
         self._form.fill(values)
         self._form["fix_commit"].suggest(draft.head)
-        words = "Filled from the report" + (f" and from {one_line(draft.head, 70)}" if draft.head else "")
-        self._say(one_line(draft.note) or f"{words}. Change what is wrong.", bad=bool(draft.note))
+        words = "Filled from report, case log and HEAD; change what is wrong. ↑ ↓ move, f2 reviews."
+        self._say(one_line(draft.note) or words, bad=bool(draft.note))
 
     def _known(self, card: CaseCard | None) -> None:
         """A case that the user's log has keeps what its card says."""

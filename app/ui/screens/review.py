@@ -95,11 +95,16 @@ class ReviewScreen(Screen[bool]):
             self._ask(done.problem)
             return
         self._commit = done.commit
+        self.refresh_bindings()
         text = Text(f"✓ Committed {one_line(done.commit)}\n", "bold green")
         if done.warning:
             text.append(f"but {one_line(done.warning, 600)}\n", "bold yellow")
         text.append(f"Case {one_line(done.case)} is in the log: c finds it. Not gated yet.  esc back", "not bold")
         self.query_one("#ask", Static).update(text)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What was committed is not committed again, and the footer does not offer it."""
+        return not (action == "commit" and self._commit)
 
     def action_commit(self) -> None:
         """Commit what is shown, once."""

@@ -22,7 +22,7 @@ class Choice(Widget, can_focus=True):
     """One of a few words: left and right go through them, a letter jumps to the next that begins with it."""
 
     DEFAULT_CSS = """
-    Choice { height: 1; width: 1fr; padding: 0 1; }
+    Choice { height: 1; width: 1fr; }
     Choice:focus { background: $primary 30%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -78,10 +78,10 @@ class Field(Vertical):
     DEFAULT_CSS = """
     Field { height: auto; }
     Field Horizontal { height: 1; }
-    Field .label { width: 18; padding: 0 1; }
+    Field .label { width: 20; padding: 0 1; }
     Field Input { width: 1fr; height: 1; border: none; padding: 0 1; background: $boost; }
     Field Input:focus { background: $primary 30%; border: none; }
-    Field .wrong { display: none; height: auto; padding: 0 1 0 19; color: $error; }
+    Field .wrong { display: none; height: auto; padding: 0 1 0 20; color: $error; }
     Field.bad .wrong { display: block; }
     Field.bad .label { color: $error; text-style: bold; }
     """
@@ -135,8 +135,13 @@ class Field(Vertical):
         if isinstance(self.box, Input):
             self.box.placeholder = hint or self.hint
 
+    @on(Input.Changed)
+    def _changed(self) -> None:
+        if self.has_class("bad"):
+            self.complain("")
+
     def complain(self, words: str) -> None:
-        """Say what is wrong with the field; nothing takes the words away."""
+        """Say what is wrong with the field, until it is changed."""
         self.set_class(bool(words), "bad")
         self.query_one(".label", Static).update(f"{'✗ ' if words else ''}{self._label}")
         self.query_one(".wrong", Static).update(words)
