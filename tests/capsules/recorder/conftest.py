@@ -110,10 +110,10 @@ def one_thread() -> None:
 class Job:
     """A training script in a process of its own."""
 
-    def __init__(self, ask: Callable[..., int], folder: Path, code: str) -> None:
+    def __init__(self, ask: Callable[..., int], folder: Path, code: str, runs: Path) -> None:
         self._ask = ask
         folder.mkdir(parents=True, exist_ok=True)
-        self.runs = folder / "runs"
+        self.runs = runs
         script = folder / "train.py"
         script.write_text(textwrap.dedent(code))
         self._out, self._err = folder / "out.txt", folder / "err.txt"
@@ -165,4 +165,4 @@ def nursery() -> Iterator[Callable[..., int]]:
 @pytest.fixture
 def job(nursery: Callable[..., int], tmp_path: Path) -> Callable[..., Job]:
     """``job(code, name="a")`` starts a script, which gets the directory for its capsules as its argument."""
-    return lambda code, name="job": Job(nursery, tmp_path / name, code)
+    return lambda code, name="job", runs="": Job(nursery, tmp_path / name, code, tmp_path / (runs or f"{name}-runs"))

@@ -11,6 +11,7 @@ import sys
 
 import torch
 import torch._dynamo  # the first optimizer would import it, for a second or more
+import torch.distributed.fsdp
 
 from llmconsole.capsules import Recorder  # noqa: F401
 
