@@ -119,3 +119,114 @@ class ResolveDone(msgspec.Struct, frozen=True, kw_only=True):
     commit: str = ""
     problem: str = ""
     warning: str = ""
+
+
+class MemoryPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger of one phase, in bytes; None where it was not measured.
+
+    ``unaccounted`` is what is allocated less all parts: below zero the ledger says more than was measured.
+    """
+
+    phase: str
+    parts: dict[str, int]
+    unaccounted: int | None
+    fragmentation: int | None
+    allocated: int | None
+    reserved: int | None
+    peak: int | None
+    capacity: int | None
+    largest_free_block: int | None
+
+
+class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """The phases of one rank at one step, which is the ``place``-th of ``count`` steps with a ledger."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    step: int | None
+    place: int
+    count: int
+    peak_step: int | None
+    phases: tuple[MemoryPhase, ...]
+
+
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: its cells (one character a collective) and its times in milliseconds, where they were measured."""
+
+    rank: int
+    cells: str
+    host: str
+    exit: str
+    compute_ms: float | None
+    communication_ms: float | None
+    data_ms: float | None
+
+
+class RanksGrid(msgspec.Struct, frozen=True, kw_only=True):
+    """A window of the grid rank × collective around a cursor.
+
+    Attributes:
+        group: process group on screen, one of ``groups``.
+        columns: collectives of the group altogether; ``left`` is the first on screen, ``at`` the one at the cursor.
+        count: ranks altogether; ``top`` is the first on screen, ``row`` the one at the cursor.
+        first: the first collective in which ranks differ, or None.
+        detail: lines on the collective at the cursor.
+        longest_ms: the greatest sum of times of any rank, for the scale of the bars.
+        note: what the grid leaves out.
+    """
+
+    group: str
+    groups: tuple[str, ...]
+    columns: int
+    left: int
+    at: int
+    count: int
+    top: int
+    row: int
+    first: int | None
+    rows: tuple[RankRow, ...]
+    detail: tuple[str, ...]
+    longest_ms: float
+    note: str
+
+
+class LatencyComponent(msgspec.Struct, frozen=True, kw_only=True):
+    """Quantiles in seconds of one component over the requests that have it; None where they are too few to tell."""
+
+    name: str
+    requests: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class LatencySlice(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests with one value of a field: how many, and how many of them are slow.
+
+    Attributes:
+        low: lower end of the interval (95 %) of the share of slow requests.
+        high: upper end.
+        elsewhere: share of slow requests outside the slice.
+        held: share of all slow requests that lie in the slice.
+    """
+
+    name: str
+    requests: int
+    slow: int
+    share: float
+    low: float
+    high: float
+    elsewhere: float
+    held: float
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of requests goes. ``slow`` is the threshold in seconds above which a request counts as slow."""
+
+    measure: str
+    requests: int
+    total: LatencyComponent
+    components: tuple[LatencyComponent, ...]
+    slow: float | None
+    slices: tuple[LatencySlice, ...]
+    note: str
