@@ -45,11 +45,6 @@ class Micro:
     ignore_index: int
     _parts: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
 
-    @property
-    def length(self) -> int:
-        """T."""
-        return self.tokens.shape[1] - 1
-
     def rows(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[Floats, Floats]:
         """(loss sum, denominator) of each row [B]; a sum is NaN where the scores cannot say."""
         counted, targets = self._remember(("counted", shift, positions), lambda: self._counted(shift, positions))
