@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 def survey(capsule: Capsule, ranks: Mapping[int, RankReader], log: DamageLog) -> None:
     """Read everything once, so that each file reports its damage."""
     for rank, reader in ranks.items():
-        _ = reader.scalars, reader.stats, reader.arrays
+        _ = reader.arrays
         for stream in reader.streams:
             reader.records(stream)
         if reader.state and reader.state.status == "recording" and not reader.live:
             how = "died without sealing" if reader.status == "crashed" else "has not been heard of for long"
             file = f"{reader.directory}/rank.json"
             log.add(file, Damage(what=f"writer of rank {rank} {how}", where=file, lost="what came after"))
-    _ = capsule.batches()
+    _ = capsule.scalar_keys(), capsule.stats(), capsule.batches()
     if not ranks and capsule.status in ("crashed", "stale"):
         log.add(MANIFEST, Damage(what="writer died before it wrote any evidence", where=MANIFEST))
     for file in capsule.files():

@@ -16,9 +16,10 @@ MAX_LINE_BYTES = 16 * MIB
 #: Bytes and lines of one JSON-lines file; of a longer one the newest part is read.
 MAX_LINES_BYTES = 256 * MIB
 MAX_LINES = 2_000_000
-#: ``scalars.bin`` and ``stats.bin`` of one rank; of a longer one the newest part is read.
+#: ``scalars.bin`` and ``stats.bin`` of all ranks together; of longer ones the newest part is read, an equal share
+#: a rank.
 MAX_SCALARS_BYTES = 1 * GIB
-MAX_STATS_BYTES = 256 * MIB
+MAX_STATS_BYTES = 512 * MIB
 #: Payload of one block of a packed table.
 MAX_BLOCK_BYTES = 1 * MIB
 #: One arrays file, and so one array.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object, present
 from .layout import rank_directory
-from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_SCALARS_BYTES, MAX_STATS_BYTES
+from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES
 from .lines import Lines, decode_lines
 from .manifest import RankState
 from .status import DerivedStatus, rank_status
@@ -27,8 +27,13 @@ from .streams import stream_type
 from .tables import COMPACT, Name, numel
 from .typed import salvage
 
-#: Histogram of one row of statistics, by the columns ``tables.HISTOGRAM_KEY``.
-Histograms = dict[tuple[int, ...], dict[int, int]]
+
+class StatsOfRank(NamedTuple):
+    """Statistics of one rank: compact rows (``tables.COMPACT``), the full rows they point to, histogram bins."""
+
+    compact: Array
+    full: Array
+    bins: Array
 
 
 class RankReader:
@@ -156,19 +161,19 @@ class RankReader:
             self._report(f"{table}.bin", "rows have no name in names.jsonl", lost)
         return found[inverse]
 
-    @cached_property
-    def scalars(self) -> Array:
-        """Rows of ``scalars.bin`` whose id has a name, in file order."""
-        rows = self._table("scalars.bin", MAX_SCALARS_BYTES).rows.get(SCALARS, np.empty(0, ROWS[SCALARS]))
+    def read_scalars(self, limit: int) -> Array:
+        """Rows of ``scalars.bin`` whose id has a name, in file order; the newest ``limit`` bytes of the file."""
+        rows = self._table("scalars.bin", limit).rows.get(SCALARS, np.empty(0, ROWS[SCALARS]))
         return rows[self._named(rows, "scalars")]
 
-    @cached_property
-    def stats(self) -> tuple[Array, Array, Histograms]:
-        """Compact rows in file order (``tables.COMPACT``), the full rows they point to, and the histograms."""
-        table = self._table("stats.bin", MAX_STATS_BYTES)
+    def read_stats(self, limit: int) -> StatsOfRank:
+        """Rows of ``stats.bin`` whose id has a name, in file order; the newest ``limit`` bytes of the file."""
+        table = self._table("stats.bin", limit)
         full = table.rows.get(STATS, np.empty(0, ROWS[STATS]))
         full = full[self._named(full, "stats")]
-        return np.concatenate([self._norm_rows(table), self._full_rows(full)]), full, self._histograms(table)
+        bins = table.rows.get(HISTOGRAMS, np.empty(0, ROWS[HISTOGRAMS]))
+        bins = bins[self._named(bins, "stats")]
+        return StatsOfRank(np.concatenate([self._norm_rows(table), self._full_rows(full)]), full, bins)
 
     def _full_rows(self, full: Array) -> Array:
         rows = np.empty(len(full), COMPACT)
@@ -197,13 +202,6 @@ class RankReader:
         elements = np.array([numel(self.names[each].shape) for each in ids.tolist()], np.float64)
         rows["rms"] = norms["norm"] / np.sqrt(np.maximum(elements, 1.0))[inverse]
         return rows
-
-    def _histograms(self, table: Table) -> Histograms:
-        found: Histograms = {}
-        for row in table.rows.get(HISTOGRAMS, np.empty(0, ROWS[HISTOGRAMS])).tolist():
-            identity, order, micro, call, step, exponent, count = row
-            found.setdefault((identity, step, self.rank, order, micro, call), {})[exponent] = count
-        return found
 
     # -- arrays
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from .batches import Batch, Tensor, unpack_state
-from .blocks import ROWS, SCALARS, STATS
+from .blocks import HISTOGRAMS, ROWS, SCALARS, STATS
 from .damage import Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object, present
 from .layout import MANIFEST, RANKS, rank_directory, rank_of
-from .limits import MAX_MANIFEST_BYTES, MAX_RANKS
+from .limits import MAX_MANIFEST_BYTES, MAX_RANKS, MAX_SCALARS_BYTES, MAX_STATS_BYTES, MIB
 from .manifest import FORMAT, AttachedFile, Manifest, Trigger
 from .rank_reader import RankReader
 from .status import DerivedStatus, capsule_status
 from .storage import read_inside
-from .tables import COMPACT, Name, Series, SeriesKey, Stats
+from .tables import BINS, COMPACT, Name, Series, SeriesKey, Stats
 from .typed import salvage
 
 if TYPE_CHECKING:
@@ -145,21 +145,21 @@ class Capsule:
     def _series(self) -> dict[SeriesKey, Series]:
         found: dict[SeriesKey, Series] = {}
         for rank, reader in self._ranks.items():
-            ids: dict[tuple[str, str | None], list[Name]] = {}
+            rows = reader.read_scalars(self._share(MAX_SCALARS_BYTES))
+            rows = rows[np.argsort(rows["step"], kind="stable")]
+            by_id = np.argsort(rows["id"], kind="stable")
+            ids = rows["id"][by_id]
+            named: dict[tuple[str, str | None], list[Name]] = {}  # several ids may stand for one series
             for name in reader.names.values():
                 if name.table == "scalars":
-                    ids.setdefault((name.name, name.side), []).append(name)
-            order = np.argsort(reader.scalars["id"], kind="stable")
-            rows = reader.scalars[order]
-            for (name, side), named in ids.items():
-                cuts = [np.searchsorted(rows["id"], [each.id, each.id + 1]) for each in named]
-                picked = np.sort(np.concatenate([order[start:end] for start, end in cuts]))  # file order again
-                if not len(picked):
-                    continue
-                own = reader.scalars[picked]
-                own = own[np.argsort(own["step"], kind="stable")]
-                key = SeriesKey(name, rank, side, named[0].unit)
-                found[key] = series(key, own)
+                    named.setdefault((name.name, name.side), []).append(name)
+            for (name, side), same in named.items():
+                cuts = (np.searchsorted(ids, [each.id, each.id + 1]) for each in same)
+                picked = np.sort(np.concatenate([by_id[start:end] for start, end in cuts]))
+                if len(picked):
+                    unit = next((each.unit for each in same if each.unit), "")
+                    key = SeriesKey(name, rank, side, unit)
+                    found[key] = series(key, rows[picked])
         return found
 
     def scalar_keys(self) -> tuple[SeriesKey, ...]:
@@ -187,24 +187,28 @@ class Capsule:
 
     @cached_property
     def _all_stats(self) -> Stats:
-        rows: list[Array] = [np.empty(0, COMPACT)]
-        details: list[Array] = [np.empty(0, ROWS[STATS])]
+        rows, details, bins = [np.empty(0, COMPACT)], [np.empty(0, ROWS[STATS])], [np.empty(0, BINS)]
         names: dict[int, Name] = {}
-        histograms: dict[tuple[int, ...], dict[int, int]] = {}
-        for reader in self._ranks.values():
-            compact, full, found = reader.stats
+        for rank, reader in self._ranks.items():
+            compact, full, own_bins = reader.read_stats(self._share(MAX_STATS_BYTES))
             # Ids are a rank's own: give them numbers that are unique in the capsule.
             renamed = {old: len(names) + at for at, old in enumerate(reader.names)}
             names |= {renamed[old]: each for old, each in reader.names.items()}
-            histograms |= {(renamed[key[0]], *key[1:]): bins for key, bins in found.items() if key[0] in renamed}
-            used, inverse = np.unique(compact["id"], return_inverse=True)
-            compact["id"] = np.array([renamed[each] for each in used.tolist()], np.int64)[inverse]
+            compact["id"] = _renumbered(compact["id"], renamed)
             compact["detail"] += np.where(compact["detail"] >= 0, sum(map(len, details)), 0)
+            bins.append(np.empty(len(own_bins), BINS))
+            for column in ROWS[HISTOGRAMS].names or ():
+                bins[-1][column] = own_bins[column]
+            bins[-1]["id"], bins[-1]["rank"] = _renumbered(own_bins["id"], renamed), rank
             rows.append(compact)
             details.append(full)
         merged = np.concatenate(rows)
         merged = merged[np.lexsort((merged["order"], merged["rank"], merged["step"]))]
-        return Stats(merged, np.concatenate(details), names, histograms)
+        return Stats(merged, np.concatenate(details), np.concatenate(bins), names)
+
+    def _share(self, limit: int) -> int:
+        """What one rank may take of a limit for all."""
+        return max(MIB, limit // max(1, len(self._ranks)))
 
     def stats(
         self,
@@ -323,6 +327,11 @@ class Capsule:
         from .integrity import digest
 
         return digest(self.path)
+
+
+def _renumbered(ids: Array, renamed: dict[int, int]) -> Array:
+    used, inverse = np.unique(ids, return_inverse=True)
+    return np.array([renamed[each] for each in used.tolist()], np.int64)[inverse]
 
 
 def series(key: SeriesKey, rows: Array) -> Series:

@@ -52,8 +52,6 @@ UNITS: dict[str, str] = {
 }
 
 COUNTS = ("numel", "nan", "posinf", "neginf", "zeros", "subnormals")
-#: What tells the histogram of one row from another's.
-HISTOGRAM_KEY: tuple[str, ...] = ("id", "step", "rank", "order", "micro", "call")
 MEASURES = ("min", "max", "absmax", "absmean", "mean", "std", "rms")
 
 
@@ -143,6 +141,16 @@ COMPACT = np.dtype(
 )
 
 
+#: One bin of one histogram; all but the last two fields tell which row of ``Stats`` it belongs to.
+BINS = np.dtype(
+    [
+        *((name, "<i8") for name in ("id", "step")),
+        *((name, "<i4") for name in ("rank", "order", "micro", "call", "exponent")),
+        ("count", "<i8"),
+    ]
+)
+
+
 class _Detail:
     """A column that only full rows have."""
 
@@ -164,18 +172,18 @@ class Stats:
     statistics from a row that holds only the norm, as ``rms``; in such a row NaN and Inf mean a non-finite tensor.
     """
 
-    def __init__(self, rows: Array, details: Array, names: Mapping[int, Name], histograms: dict[Any, Any]) -> None:
+    def __init__(self, rows: Array, details: Array, bins: Array, names: Mapping[int, Name]) -> None:
         self._rows = rows
         self._details = details
+        self._bins = bins
         self._names = names
-        self._histograms = histograms
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def select(self, mask: Any) -> Stats:
         """The rows where ``mask`` (bool[N], or indices) holds."""
-        return Stats(self._rows[mask], self._details, self._names, self._histograms)
+        return Stats(self._rows[mask], self._details, self._bins, self._names)
 
     def where(self, rank: int | None, role: str | None, name: str | None, step: int | range | None) -> Stats:
         """The rows that pass every filter that is given; see ``Capsule.stats``."""
@@ -284,7 +292,11 @@ class Stats:
     @cached_property
     def log2_histogram(self) -> list[dict[int, int] | None]:
         """N mappings from the exponent e to the count of elements with 2^e <= |x| < 2^(e+1), or None."""
-        return [self._histograms.get(each) for each in self._rows[list(HISTOGRAM_KEY)].tolist()]
+        found: dict[tuple[int, ...], dict[int, int]] = {}
+        for *key, exponent, count in self._bins.tolist():
+            found.setdefault(tuple(key), {})[exponent] = count
+        rows = self._rows[["id", "step", "rank", "order", "micro", "call"]]
+        return [found.get(each) for each in rows.tolist()]
 
     @cached_property
     def nonfinite(self) -> Array:

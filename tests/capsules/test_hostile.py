@@ -141,6 +141,18 @@ class TestDamagedFiles:
         assert found[f"{RANK}/{name} line 2"] == "checksum of the line does not match"
         assert found[f"{RANK}/{name}"] == "last line is torn"
 
+    @pytest.mark.parametrize("line", [b"[" * 100_000, b'{"a":' * 100_000 + b"}" * 100_000, b"9" * 9_999, b"\xff", b"3"])
+    def test_a_hostile_line_costs_only_itself(self, capsule, line):
+        for name in ("records/events.jsonl", "names.jsonl", "arrays.jsonl"):
+            file = capsule / RANK / name
+            file.write_bytes(line + b"\n" + file.read_bytes())
+        damage = exercise(capsule)
+        assert [each.where for each in damage] == [
+            f"{RANK}/{name} line 1" for name in ("arrays.jsonl", "names.jsonl", "records/events.jsonl")
+        ]
+        c = Capsule.open(capsule)
+        assert (len(c.scalars("loss")), len(c.records("events")), len(c.batches())) == (20, 20, 1)
+
     def test_rows_whose_name_is_lost_are_counted(self, capsule):
         (capsule / RANK / "names.jsonl").unlink()
         found = {each.where: each for each in exercise(capsule)}

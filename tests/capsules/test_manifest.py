@@ -1,7 +1,6 @@
 """The manifest: created once, replaced by its creator only, typed, and free of secrets."""
 
 import json
-import multiprocessing
 import re
 import stat
 from dataclasses import dataclass
@@ -174,14 +173,13 @@ def join(path: Path, rank: int, barrier, results) -> None:
 
 
 class TestJoining:
-    def test_of_several_processes_one_creates_the_capsule_and_all_write_to_it(self, path):
-        context = multiprocessing.get_context("spawn")
-        barrier, results = context.Barrier(3), context.Queue()
-        processes = [context.Process(target=join, args=(path, rank, barrier, results)) for rank in range(3)]
-        for process in processes:
+    def test_of_several_processes_one_creates_the_capsule_and_all_write_to_it(self, path, processes):
+        barrier, results = processes.Barrier(3), processes.Queue()
+        started = [processes.Process(target=join, args=(path, rank, barrier, results)) for rank in range(3)]
+        for process in started:
             process.start()
-        outcome = dict(results.get(timeout=60) for _ in processes)
-        for process in processes:
+        outcome = dict(results.get(timeout=60) for _ in started)
+        for process in started:
             process.join(60)
             assert process.exitcode == 0
         (creator,) = [rank for rank, created in outcome.items() if created]

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import multiprocessing
 import os
 import random
 import resource
@@ -13,10 +12,6 @@ import time
 import numpy as np
 import pytest
 from llmconsole.capsules import Capsule, CapsuleWriter
-
-#: A server process that has imported the writer: each child is forked from it, a fresh process of its own.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["llmconsole.capsules.writer", "h5py"])
 
 KILLS = int(os.environ.get("LLMCONSOLE_KILLS", "20"))
 IDS = np.arange(24).reshape(2, 12)
@@ -64,9 +59,9 @@ def assert_complete(capsule: Capsule, last: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_a_writer_killed_at_a_random_moment_loses_no_step_whose_writes_returned(path, seed):
-    ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=write_steps, args=(path, theirs))
+def test_a_writer_killed_at_a_random_moment_loses_no_step_whose_writes_returned(path, seed, processes):
+    ours, theirs = processes.Pipe(duplex=False)
+    process = processes.Process(target=write_steps, args=(path, theirs))
     process.start()
     theirs.close()
     assert ours.recv() == 0
@@ -86,14 +81,14 @@ def test_a_writer_killed_at_a_random_moment_loses_no_step_whose_writes_returned(
     assert c.inventory().batches.count >= last // 7 + 1
 
 
-def test_a_reader_sees_every_reported_step_while_the_writer_goes_on(path):
-    ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=write_steps, args=(path, theirs, 0.001))
+def test_a_reader_sees_every_reported_step_while_the_writer_goes_on(path, processes):
+    ours, theirs = processes.Pipe(duplex=False)
+    process = processes.Process(target=write_steps, args=(path, theirs, 0.005))
     process.start()
     theirs.close()
     try:
         seen = []
-        for _ in range(25):
+        for _ in range(20):
             last = ours.recv()
             while ours.poll():
                 last = ours.recv()
@@ -129,9 +124,9 @@ def write_until_full(path, limit: int, pipe) -> None:
 
 
 @pytest.mark.parametrize("limit", [20_000, 20_011, 4_097])
-def test_on_a_full_disk_a_write_is_a_plain_error_and_what_was_written_stays_whole(path, limit):
-    ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=write_until_full, args=(path, limit, theirs))
+def test_on_a_full_disk_a_write_is_a_plain_error_and_what_was_written_stays_whole(path, limit, processes):
+    ours, theirs = processes.Pipe(duplex=False)
+    process = processes.Process(target=write_until_full, args=(path, limit, theirs))
     process.start()
     steps, failure, after = ours.recv()
     process.join()

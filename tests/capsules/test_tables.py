@@ -95,6 +95,15 @@ class TestScalars:
         assert c.scalars("logprob", side="inference").value.tolist() == [-2.0]
         assert {key.side for key in c.scalar_keys()} == {"training", "inference"}
 
+    def test_a_series_written_with_and_without_its_unit_is_one(self, path):
+        with CapsuleWriter(path) as w:
+            w.scalar_row(0, {"x": 1.0})
+            w.scalars("x", step=[1], value=[2.0], unit="m")
+            w.scalar_row(2, {"x": 3.0})
+        (key,) = Capsule.open(path).scalar_keys()
+        assert (key.name, key.unit) == ("x", "m")
+        assert Capsule.open(path).scalars("x").value.tolist() == [1.0, 2.0, 3.0]
+
     def test_an_absent_series_is_empty(self, path):
         CapsuleWriter(path).close()
         assert len(Capsule.open(path).scalars("loss")) == 0
