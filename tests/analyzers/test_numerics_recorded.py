@@ -147,14 +147,13 @@ def test_activations_that_grow_under_float16_are_the_first_divergence(train):
 
 @pytest.mark.quiet("numerics/fp16-overflow")
 def test_the_same_growth_in_bfloat16_breaks_nothing(train):
-    assert not alarms(train(Recipe(steps=50, growth=1.4, precision=torch.bfloat16)))
+    assert not alarms(train(Recipe(steps=40, growth=1.4, precision=torch.bfloat16)))
 
 
 @pytest.mark.recorded("numerics/learning-rate")
-@pytest.mark.parametrize("rate", [1e-1, 3e-1])
-@pytest.mark.parametrize("precision", [None, torch.float16])
+@pytest.mark.parametrize(("rate", "precision"), [(1e-1, None), (3e-1, torch.float16)])
 def test_a_rate_a_hundred_times_too_high_is_named_at_its_first_step(train, rate, precision):
-    report = train(Recipe(steps=20, rate=rate, precision=precision))
+    report = train(Recipe(steps=12, rate=rate, precision=precision))
     assert report.first_divergence is not None
     assert (report.first_divergence.rule, report.first_divergence.where.step) == ("numerics/learning-rate", 0)
     assert set(alarms(report).values()) <= {None, "numerics/learning-rate"}
@@ -166,4 +165,4 @@ def test_a_rate_a_hundred_times_too_high_is_named_at_its_first_step(train, rate,
 @pytest.mark.quiet("numerics/first-nonfinite")
 @pytest.mark.parametrize(("seed", "precision"), [(0, None), (1, torch.bfloat16), (2, torch.float16)])
 def test_a_healthy_run_raises_no_alarm(train, seed, precision):
-    assert not alarms(train(Recipe(seed=seed, precision=precision)))
+    assert not alarms(train(Recipe(steps=60, seed=seed, precision=precision)))
