@@ -34,7 +34,9 @@ def device_facts() -> dict[str, Any]:
                 if total != 64.0:
                     facts["problem"] = f"cuda:{index} added 64 ones to {total}"
         facts["cudnn"] = torch.backends.cudnn.version()
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if facts["devices"] else None
+        from torch.cuda import nccl
+
+        facts["nccl"] = ".".join(map(str, nccl.version())) if facts["devices"] else None
     except Exception as error:  # whatever a broken driver raises is what we are here to report
         facts["problem"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return facts
