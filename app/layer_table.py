@@ -29,7 +29,7 @@ SHADES: dict[int, tuple[str, str]] = {
 BAD = ("✗", "bold white on red")
 LEGEND = (
     "below the largest number of its type by less than █ 2× ▓ 8× ▒ 64× ░ 1,024×",
-    "· far from it   v below the smallest normal   0 all zero   ✗ NaN or Inf",
+    "· far   v below the smallest normal   0 all zero   ✗ NaN, Inf   room in powers of 2",
 )
 WORDS = {
     "forward": "forward pass",

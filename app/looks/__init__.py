@@ -16,6 +16,7 @@ _MODULES = {
     "curves": "curves",
     "marks": "curves",
     "layers": "layers",
+    "batch": "batch",
     "case_list": "cases",
     "case_card": "cases",
     "case_history": "cases",

@@ -71,3 +71,81 @@ class LayerSheet(msgspec.Struct, frozen=True, kw_only=True):
     room: list[float] = []
     level: list[int] = []
     bad: list[int] = []
+
+
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one sample from ``BatchSheet.left`` on; each list has one entry a token, or none where not captured.
+
+    Attributes:
+        row: row of the batch.
+        id: the sample's id, else its row.
+        length: tokens that are not padding.
+        supervised: tokens that the labels ask for; ``mean`` their mean loss in nats.
+        label: text of the label that belongs to the token, empty where it is ignored or there is none.
+        loss: nats paid for the token (at the position before it); NaN where not known.
+        asked: whether the labels ask for it.
+        fault: text of the token on which the fault scores the position before this one, empty where it does not.
+        fault_loss: nats the fault pays there, -Inf where it scores nothing.
+        added: 1 where only the fault scores, 2 where only the fault's denominator counts, 0 elsewhere.
+    """
+
+    row: int
+    id: str
+    length: int
+    supervised: int
+    mean: float
+    token: list[str]
+    label: list[str] = []
+    mask: list[int] = []
+    role: list[int] = []
+    loss: list[float] = []
+    asked: list[bool] = []
+    fault: list[str] = []
+    fault_loss: list[float] = []
+    added: list[int] = []
+
+
+class WorstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A supervised token of the batch, by loss: ``place`` 0 is the worst."""
+
+    place: int
+    row: int
+    token: int
+    text: str
+    loss: float
+
+
+class BatchSheet(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of one captured micro-batch, aligned by token.
+
+    Attributes:
+        step: the captured step nearest to the one asked for; None where no batch was captured.
+        position: place among the ``batches`` captured ones, from 0.
+        layout: unshifted (a label stands at its own token), shifted (at the position before), or empty: neither
+            fits, and everything stands at its own position.
+        rows: samples of the batch; ``tokens`` columns of it.
+        loss_from: where the losses come from.
+        bytes: whether the vocabulary is bytes, so that tokens are characters.
+        loud: nats from which a loss stands far above the batch's mean.
+        fault: what the fault does to the count, in words.
+    """
+
+    step: int | None
+    rank: int = 0
+    micro: int = 0
+    position: int = 0
+    batches: int = 0
+    split: str = ""
+    reported: float | None = None
+    layout: str = ""
+    rows: int = 0
+    tokens: int = 0
+    top: int = 0
+    left: int = 0
+    loss_from: str = ""
+    bytes: bool = False
+    mean: float = 0.0
+    loud: float = 0.0
+    fault: str = ""
+    worst: WorstToken | None = None
+    samples: tuple[TokenRow, ...] = ()

@@ -21,6 +21,7 @@ from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
 from ..views.base import View
+from ..views.batch import BatchView
 from ..views.layers import LayersView
 from ..views.overview import OverviewView
 from ..views.timelines import TimelinesView
@@ -35,6 +36,7 @@ VIEWS: tuple[tuple[type[View], Make], ...] = (
     (OverviewView, lambda path, _: OverviewView(path)),
     (TimelinesView, lambda path, has: TimelinesView(path, has.series)),
     (LayersView, lambda path, _: LayersView(path)),
+    (BatchView, lambda path, _: BatchView(path)),
 )
 
 
