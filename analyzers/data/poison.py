@@ -40,8 +40,9 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         One sample alone is not finite. Or it lies more than 6 robust σ above the trailing median and beyond anything
         in that window, and is worse than a uniform guess over the vocabulary by a nat, or more than half of the loss of
-        a step of four or more samples; or, as a warning, more than 10 σ and 2 × beyond. The other samples of the step
-        must be ordinary, and the run must not have left its path before; short samples are allowed a wider spread.
+        a step of four or more samples; or it is more than 10 σ and 2 × beyond, which is info up to 20 σ without harm.
+        The other samples of the step must be ordinary, and the run must not have left its path before; short samples
+        are allowed a wider spread.
         A sample of 120 tokens or fewer may be a single line: unless harm follows within 20 steps or the loss is above
         twice that guess, its tokens must be on record and must not merely repeat themselves (less than half the variety
         of their neighbours); info otherwise. Where the run leaves its path only later than that, the sample is a
@@ -167,6 +168,7 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
     extreme = sample.loss > T.EXTREME_OF_GUESS * guess if guess is not None else reason == "share"
     short = sample.length is None or sample.length <= T.LINE_TOKENS
     excused = short and (repeats or variety is None) and not (reason == "nonfinite" or harmful or extreme)
+    excused |= reason == "far" and not harmful and outlier.z <= T.EXTREME_SIGMA
     severity: Severity | None = "info" if excused else "warning" if reason == "far" or before_trouble else None
     evidence = [Evidence(name="sample loss", value=sample.loss, unit="nats/token", note=f"sample {sample.id}")]
     if outlier.others:
@@ -219,7 +221,13 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
         where=Where(step=sample.step, rank=sample.rank, sample=sample.id),
         evidence=tuple(evidence),
         cause=f"sample {sample.id} "
-        + ("repeats itself, which the model has not learned yet" if repeats else "does not belong to this data"),
+        + (
+            "repeats itself, which the model has not learned yet"
+            if repeats
+            else "is hard for the model"
+            if excused
+            else "does not belong to this data"
+        ),
         next=(
             "decode the sample",
             "keep the batch of such a step, so that its tokens can be judged"

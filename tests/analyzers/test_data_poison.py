@@ -186,11 +186,13 @@ def test_a_memorised_set_has_shares_of_nothing(build, findings_of):
 
 
 @pytest.mark.fires(RULE)
-def test_far_beyond_anything_seen_is_a_warning_where_no_guess_is_known(build, findings_of):
+@pytest.mark.parametrize(("loss", "severity"), [(8.1, "info"), (12.5, "warning")])
+def test_far_beyond_anything_seen_is_a_warning_from_twenty_sigma_on(build, findings_of, loss, severity):
+    """Around 2.5 with a spread of 0.4: 8.1 is 14 σ out and 12.5 is 25 σ; no guess over a vocabulary is known."""
     losses = sample_losses(100)
-    losses[80][3] = 8.1
+    losses[80][3] = loss
     (finding,) = findings_of(RULE, build(captured(losses, 80, 3, np.arange(64) * 4)))
-    assert finding.severity == "warning"
+    assert finding.severity == severity
 
 
 @pytest.mark.quiet(RULE)
