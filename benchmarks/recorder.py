@@ -18,9 +18,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from llmconsole.capsules import Recorder
+from torch import Tensor, nn
 
 VOCABULARY, WIDTH, LAYERS, HEADS, BATCH, LENGTH = 256, 192, 4, 6, 8, 128
 TARGETS = {"recorder, defaults": 1.05, "recorder, all statistics every step": 1.5}

@@ -114,7 +114,7 @@ def logits_in(output: Any, depth: int = 0) -> Tensor | None:
 
 
 def label_layout(ids: Tensor, labels: Tensor, ignore_index: int) -> str | None:
-    """ "unshifted" where labels[t] is the token at t, "shifted" where it is the one after; None where neither or both.
+    """Which token a label names: "unshifted" the one at its position, "shifted" the next; None for neither or both.
 
     Reads the values, so on a device it waits for them.
     """

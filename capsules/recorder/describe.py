@@ -139,10 +139,8 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
         value = value() if callable(value) else value
         if isinstance(value, int) and not isinstance(value, bool):
             found[field] = value
-    try:
+    if hasattr(tokenizer, "__len__"):
         found["vocab_size"] = max(len(tokenizer), found.get("vocab_size", 0))
-    except TypeError:
-        pass
     return found
 
 

@@ -24,7 +24,7 @@ class DeviceScalars:
 
     def _open(self) -> None:
         try:
-            import pynvml
+            import pynvml  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             return
         try:

@@ -140,7 +140,7 @@ def _nccl() -> str | None:
     import torch
 
     try:
-        version: Any = torch.cuda.nccl.version()
+        version: Any = torch.cuda.nccl.version()  # pyright: ignore[reportAttributeAccessIssue]
     except (AttributeError, RuntimeError):
         return None
     return ".".join(str(part) for part in version) if isinstance(version, tuple) else str(version)

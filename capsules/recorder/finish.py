@@ -117,7 +117,9 @@ class Finisher:
         def sink(values: list[float]) -> None:
             filled = [slot for slot in range(len(names)) if values[4 * slot + 2] >= 0]
             compiled.seen.update(filled)
-            place = next((i for i, row in enumerate(rows) if row.micro == micro and row.role != "activation"), len(rows))
+            place = next(
+                (i for i, row in enumerate(rows) if row.micro == micro and row.role != "activation"), len(rows)
+            )
             rows[place:place] = [
                 Row.compiled(names[slot] or "output", micro, values[4 * slot : 4 * slot + 4]) for slot in filled
             ]

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from . import statistics
+from .internals import children, inside_backward
 from .tape import Row, Tape
 
 # What the model was called with and what it returned: inputs, keywords, output.
 Call = dict[str, Any]
 Guard = Callable[[str, Exception], None]
-_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -32,7 +32,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside torch.compile and the data-parallel wrappers."""
     while True:
         names = (*_WRAPPED, "module") if type(model).__module__.startswith("torch.") else _WRAPPED
-        inner = next((model._modules[name] for name in names if model._modules.get(name) is not None), None)
+        inner = next((found for name in names if (found := children(model).get(name)) is not None), None)
         if inner is None:
             return model
         model = inner
@@ -143,11 +143,11 @@ class ModuleHooks:
                 self.call["inputs"], self.call["keywords"], self.call["output"] = inputs, keywords, output
         elif self._paused:
             self._tape.on, self._paused = True, False
-        elif self._tape.on and _task() == -1:
+        elif self._tape.on and not inside_backward():
             try:
                 if not self.call:
                     self.call.update(inputs=inputs, keywords=keywords, output=output)
-                if not module._modules:  # a model of one module: its output is its only activation
+                if not children(module):  # a model of one module: its output is its only activation
                     self._measure("output", output)
             except Exception as error:
                 self._guard("activations and gradients", error)
@@ -170,7 +170,7 @@ class ModuleHooks:
     def _measure(self, name: str, output: Any) -> None:
         self.fired.add(name)
         tape = self._tape
-        if _task() != -1:
+        if inside_backward():
             # Activation checkpointing runs the module again inside backward. Its values were measured in forward;
             # only the reentrant kind, whose first run had no graph, gets its gradients from this second one.
             self.recomputes = True

@@ -63,15 +63,17 @@ class Loop:
     # -- what the patched functions tell (see ``optimizer.Observer``)
 
     def watching(self) -> bool:
+        """Whether a window is open."""
         return self.window is not None
 
     def before_backward(self, roots: Any) -> None:
+        """Take the loss, and what is kept of the logits before backward frees them."""
         window = self.window
         if window is None or not self.inside:
             return
 
         def record() -> None:
-            losses = [roots] if isinstance(roots, Tensor) else list(roots or ())
+            losses: list[Any] = [roots] if isinstance(roots, Tensor) else list(roots or ())
             window.backwards += 1
             window.event("backward")
             for loss in losses:
@@ -82,6 +84,7 @@ class Loop:
         self._attempt("loss", record)
 
     def loss_scaled(self, scaler: Any, losses: Any, scaled: Any) -> None:
+        """Remember which loss the scaled one stands for."""
         window = self.window
         if window is None or not self.inside or not scaler.is_enabled():
             return
@@ -94,11 +97,13 @@ class Loop:
         self._attempt("loss", record)
 
     def before_unscale(self, scaler: Any, optimizer: Any, nested: bool) -> None:
+        """Measure the gradients while they are as backward left them."""
         if self.window is not None and self._ours(optimizer):
             self.measure_gradients()
             self.window.event("unscale", nested=nested or None)
 
     def before_clip(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
+        """Measure the gradients, and take the norm the job itself computed."""
         window = self.window
         if window is None or not any(id(parameter) in self.hooks.parameters for parameter in parameters[:1]):
             return
@@ -111,6 +116,7 @@ class Loop:
         window.event("clip", max_norm=max_norm)
 
     def before_step(self, optimizer: Any) -> None:
+        """Measure the gradients, and copy the sample of the parameters."""
         window = self.window
         if window is None or not self._ours(optimizer):
             return
@@ -123,6 +129,7 @@ class Loop:
             self._attempt("parameter updates", self._copy_parameters)
 
     def after_step(self, optimizer: Any) -> None:
+        """The window has done what it was for."""
         window = self.window
         if window is not None and self._ours(optimizer):
             window.stepped = True
@@ -131,6 +138,7 @@ class Loop:
                 self._finish()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any, stepped: bool, found_inf: list[Tensor]) -> None:
+        """Note a step that was left out."""
         window = self.window
         if window is None or not self._ours(optimizer):
             return
@@ -142,6 +150,7 @@ class Loop:
                 self._finish()
 
     def scaler_updated(self, scaler: Any, before: Tensor | None, after: Tensor | None) -> None:
+        """Note the scale before and after."""
         window = self.window
         if window is None or before is None or after is None:
             return
@@ -220,7 +229,7 @@ class Loop:
                 self.tape.everything = self.tape.everything or (on_cpu and row.bad)
 
     def _unannounced(self) -> list[tuple[Row, Tensor]]:
-        """Gradients of parameters whose hooks do not fire (FSDP2 sets them by itself), in reverse order of definition."""
+        """Gradients whose parameters' hooks do not fire (FSDP2 sets them itself), last defined first."""
         names = self.hooks.parameters
         parameters = [p for p in self.hooks.root.parameters() if p.grad is not None and id(p) in names]
         rows: list[tuple[Row, Tensor]] = []

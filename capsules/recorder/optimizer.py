@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-_in_backward = torch._C._current_graph_task_id  # not -1: called from within a backward pass
+from .internals import inside_backward
 
 
 class Observer(Protocol):
@@ -120,7 +120,7 @@ def _install() -> None:
 def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*arguments: Any, **keywords: Any) -> Any:
         # A reentrant checkpoint calls backward within backward: not a loss.
-        if _in_backward() != -1 or not (watching := _watching()):
+        if inside_backward() or not (watching := _watching()):
             return original(*arguments, **keywords)
         for observer in watching:
             observer.before_backward(arguments[0] if arguments else keywords.get("tensors"))

@@ -86,11 +86,9 @@ class Output:
                     self.writer.batch(step=entry.step, split="train", micro=micro.index, **found)
                 state = micro.random
                 if state is not None:
-                    cuda = {"cuda": state.cuda} if state.cuda else {}
-                    numpy = {} if state.numpy is None else {"numpy": state.numpy}
-                    self.writer.rng(
-                        step=entry.step, micro=micro.index, torch=state.torch, python=state.python, **numpy, **cuda
-                    )
+                    states: dict[str, Any] = {"torch": state.torch, "python": state.python, "numpy": state.numpy}
+                    states |= {"cuda": state.cuda} if state.cuda else {}
+                    self.writer.rng(step=entry.step, micro=micro.index, **states)
 
     def supervised(self, micro: Micro) -> Tensor | int | None:
         """How many tokens the loss of a micro-batch covers, on the labels' device; None without labels."""
@@ -145,7 +143,7 @@ def read_samples(window: Window) -> None:
     """Ask for the mean loss of each sample, and take digests and lengths of the rows (copies ids from a device)."""
     for micro in window.micros:
         readings = micro.readings
-        if readings is not None and readings.token_loss is not None:
+        if readings is not None and readings.token_loss is not None and readings.counted is not None:
             # A NaN loss of a real target must stay NaN: which positions count comes from the targets.
             counted = readings.counted.sum(dim=1)
             total = torch.where(readings.counted, readings.token_loss, 0).sum(dim=1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import statistics
+from .internals import copy_all, fused_norms, subtract_all
 from .tape import gather
 
 # Copied before every step: at most this much on a device, and less on a CPU, where a copy costs what a step costs.
@@ -66,7 +67,7 @@ class UpdateSample:
             self._build()
             self._pointers = pointers
         for _, views, buffers in self._groups:
-            torch._foreach_copy_(buffers, views)
+            copy_all(buffers, views)
         self._fresh = True
 
     @torch.no_grad()
@@ -78,9 +79,9 @@ class UpdateSample:
         parameters: list[Tensor] = []
         updates: list[Tensor] = []
         for _, views, buffers in self._groups:
-            parameters += _norms(buffers)
-            torch._foreach_sub_(buffers, views)
-            updates += _norms(buffers)
+            parameters += fused_norms(buffers)
+            subtract_all(buffers, views)
+            updates += fused_norms(buffers)
         return parameters, updates
 
     def changes(self) -> dict[str, Tensor]:
@@ -93,12 +94,6 @@ class UpdateSample:
         return [name for names, _, _ in self._groups for name in names]
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    if tensors[0].dtype in (torch.float32, torch.float64):
-        return list(torch._foreach_norm(tensors))
-    return list(torch._foreach_norm(tensors, 2, torch.float32))
-
-
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     """‖g‖₂ of each gradient on its device, in float32 or wider, by one fused call for each dtype and device."""
     results: list[Tensor] = [torch.empty(0)] * len(gradients)
@@ -106,7 +101,7 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     for index, gradient in enumerate(gradients):
         groups.setdefault((gradient.dtype, gradient.device), []).append(index)
     for indices in groups.values():
-        for index, value in zip(indices, _norms([gradients[i] for i in indices]), strict=True):
+        for index, value in zip(indices, fused_norms([gradients[i] for i in indices]), strict=True):
             results[index] = value
     return results
 

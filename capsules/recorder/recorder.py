@@ -11,6 +11,9 @@
 It measures and never changes: no random number is drawn, no gradient touched, no collective called, nothing raised.
 """
 
+# pyright: reportPrivateUsage=false
+# ``Step`` is the half of ``Recorder`` that the loop holds in its hand.
+
 from __future__ import annotations
 
 import atexit
@@ -201,7 +204,7 @@ class Recorder:
         return self._finisher.trigger if self.path is not None else None
 
     def close(self) -> None:
-        """Write what is pending, seal the capsule, and leave model and process as they were. Closing twice is allowed."""
+        """Write what is pending, seal the capsule, leave model and process as they were. A second call does nothing."""
         if not self._alive():
             return
         with self._signals:

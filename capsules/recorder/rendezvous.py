@@ -67,14 +67,14 @@ def _from_store(directory: Path, fresh: str, turn: int) -> str | None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     try:
-        from torch.distributed.distributed_c10d import _get_default_store
+        from .internals import default_store
 
         # A restarted job may meet the store of its predecessor.
         key = f"llmconsole/capsule/{restart_count() or 0}/{turn}"
         wanted = fresh
         if os.environ.get("LLMCONSOLE_RUN"):
             wanted = _free(directory, _safe(os.environ["LLMCONSOLE_RUN"]), 0, 1).name.removesuffix(".capsule")
-        return _safe(_get_default_store().compare_set(key, "", wanted).decode())
+        return _safe(default_store().compare_set(key, "", wanted).decode())
     except Exception:  # a store of another kind, or one whose server is gone
         return None
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch import Readings
+from .internals import version
 
 # Whole logits are kept beside their readings only while all of them in the ring fit into this.
 LOGITS_BYTES = 64 << 20
@@ -71,12 +72,12 @@ class Micro:
 
     def hold_logits(self, logits: Tensor) -> None:
         """Keep a reference to the logits; a copy would cost as much as they do."""
-        self.logits, self.logits_version = logits.detach(), logits._version
+        self.logits, self.logits_version = logits.detach(), version(logits)
 
     def untouched_logits(self) -> Tensor | None:
         """The logits where nothing has written into them since the model returned them."""
         logits = self.logits
-        return logits if logits is not None and logits._version == self.logits_version else None
+        return logits if logits is not None and version(logits) == self.logits_version else None
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Ring:
 def host(tensor: Tensor) -> Any:
     """A numpy array of a tensor, bfloat16 as float32."""
     tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16 or tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+    if tensor.dtype is torch.bfloat16 or (tensor.dtype.itemsize == 1 and tensor.is_floating_point()):
         tensor = tensor.float()
     return tensor.cpu().numpy()
 

@@ -38,7 +38,7 @@ class Signals:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle and threading.current_thread() is threading.main_thread():
                 signal.signal(number, previous)
-        self._record = lambda name, final: None
+        self._record = _ignore
 
     def __enter__(self) -> None:
         self._busy += 1
@@ -60,3 +60,7 @@ class Signals:
             # The default action can only be had by taking our handler away and sending the signal again.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _ignore(name: str, final: bool) -> None:
+    """What a signal means to a recorder that is closed."""

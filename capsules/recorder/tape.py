@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from . import statistics
+from .internals import version
 
 # Loops that reuse one module thousands of times (recurrent cells) stop adding rows here; later tensors go unmeasured.
 MOST_ROWS = 20_000
@@ -54,10 +55,10 @@ class Row:
     def bad(self) -> bool:
         """Holds NaN or +Inf, or a gradient -Inf. A -Inf in an activation is how attention and logits are masked."""
         if self.full is not None:
-            counts: Any = self.full
+            counts = cast("statistics.Numbers", self.full)
             return counts["nan"] > 0 or counts["posinf"] > 0 or (self.role == "gradient" and counts["neginf"] > 0)
         if self.counts is not None:
-            nan, posinf, neginf = self.counts
+            nan, posinf, neginf = cast("tuple[int, ...]", self.counts)
             return nan > 0 or posinf > 0 or (self.role == "gradient" and neginf > 0)
         return not math.isfinite(float(self.norm))
 
@@ -65,9 +66,10 @@ class Row:
     def finite(self) -> bool:
         """No element is NaN or infinite (a norm alone may overflow in float32: then the counts decide)."""
         if self.full is not None:
-            return not any(self.full[name] for name in ("nan", "posinf", "neginf"))  # type: ignore[index]
+            numbers = cast("statistics.Numbers", self.full)
+            return not any(numbers[name] for name in ("nan", "posinf", "neginf"))
         if self.counts is not None:
-            return not any(self.counts)
+            return not any(cast("tuple[int, ...]", self.counts))
         return math.isfinite(float(self.norm))
 
 
@@ -107,7 +109,7 @@ class Tape:
         A block that returns what its last layer returned would otherwise be measured twice.
         """
         last = self._last
-        if last is not None and last() is tensor and tensor._version == self._last_version:
+        if last is not None and last() is tensor and version(tensor) == self._last_version:
             return self._last_row
         return None
 
@@ -131,7 +133,7 @@ class Tape:
                 row.counts = statistics.nonfinite_counts(values)
         if len(self.rows) < MOST_ROWS:
             self.rows.append(row)
-        self._last, self._last_row, self._last_version = ref(tensor), row, tensor._version
+        self._last, self._last_row, self._last_version = ref(tensor), row, version(tensor)
         return row
 
     def reserve(self, name: str, role: str) -> Row:

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from llmconsole.capsules import Capsule, Recorder
+from torch import Tensor, nn
 
 VOCABULARY = 50
 

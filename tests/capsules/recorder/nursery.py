@@ -11,8 +11,7 @@ import sys
 
 import torch
 import torch._dynamo  # the first optimizer would import it, for a second or more
-import torch.distributed.fsdp
-
+import torch.distributed.fsdp  # noqa: F401
 from llmconsole.capsules import Recorder  # noqa: F401
 
 
@@ -33,7 +32,7 @@ def main() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                sys.stdin = open(os.devnull)
+                sys.stdin.close()
                 return child(request)
         print(answer, flush=True)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from llmconsole.capsules import Capsule
 from llmconsole.capsules.recorder import rendezvous
 

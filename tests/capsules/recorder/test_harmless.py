@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llmconsole.capsules import Capsule, Recorder
+from llmconsole.capsules.recorder import statistics
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
-
-from llmconsole.capsules import Capsule, Recorder
-from llmconsole.capsules.recorder import statistics
 
 
 class Noisy(nn.Module):

@@ -14,7 +14,8 @@ import os, resource, signal, sys, time
 import torch, torch.nn.functional as F
 from llmconsole.capsules import Recorder
 torch.manual_seed(0); torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 50))
+from torch import nn
+model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 50))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 {before}
 recorder = Recorder(sys.argv[1], model=model, optimizer=optimizer, every=5)
@@ -76,8 +77,8 @@ class TestException:
 
     def test_around_the_whole_loop_it_is_seen_too(self, run: Any, gpt: Any) -> None:
         recording = run()
+        recording.train(2)
         with pytest.raises(ValueError, match="between"), recording.recorder:
-            recording.train(2)
             raise ValueError("between two steps")
         capsule = recording.capsule()
         assert (capsule.status, capsule.trigger.kind, capsule.trigger.step) == ("crashed", "exception", 1)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from llmconsole.capsules import Capsule
+from torch import Tensor
 
 
 class TestScalars:
@@ -125,8 +124,8 @@ class TestStatistics:
         recording = run(every=3)
         recording.train(5)
         stats = recording.capsule().stats()
-        whole = {step: {role for role, full, at in zip(stats.role, stats.full, stats.step, strict=True) if full and at == step}
-                 for step in range(5)}  # fmt: skip
+        rows = list(zip(stats.step.tolist(), stats.role, stats.full, strict=True))
+        whole = {step: {role for at, role, full in rows if full and at == step} for step in range(5)}
         assert whole[0] == whole[3] == {"activation", "gradient", "logits", "parameter", "update"}
         assert whole[1] == whole[2] == whole[4] == set()
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from llmconsole.capsules import Capsule, Recorder
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from llmconsole.capsules import Capsule, Recorder
 
 
 def llama() -> nn.Module:
@@ -215,7 +214,7 @@ def test_an_evaluation_inside_a_recorded_step_is_left_out(run: Any, gpt: Any) ->
 
 
 class TestCompiled:
-    """Compiled with the tracing back end alone: what the hooks do to the graph does not depend on the code made of it."""
+    """Compiled with the tracing back end alone: what hooks do to the graph does not depend on the code made of it."""
 
     @pytest.fixture(autouse=True)
     def fresh_compiler(self) -> Any:

@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-
 from llmconsole.capsules.recorder import statistics
+from torch import Tensor
 
 
 def defined(tensor: Tensor) -> dict[str, float]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from llmconsole.capsules.recorder.triggers import Limits, OddSample, Spike
+from torch import Tensor, nn
 
 
 def fires(losses: list[float]) -> list[int]:

@@ -1,0 +1,49 @@
+"""The parts of torch without a public name that the recorder relies on, in one place to look at when torch changes."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass now; a forward hook that sees one is part of a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def version(tensor: Tensor) -> int:
+    """Counts the writes into a tensor's storage."""
+    return tensor._version
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The submodules a module holds directly."""
+    return module._modules
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """``targets[i][...] = sources[i]``, fused."""
+    torch._foreach_copy_(targets, sources)
+
+
+def subtract_all(targets: list[Tensor], others: list[Tensor]) -> None:
+    """``targets[i] -= others[i]``, fused."""
+    torch._foreach_sub_(targets, others)
+
+
+def fused_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """‖tensor‖₂ of tensors of one dtype on one device, fused, accumulated in float32 or wider."""
+    if tensors[0].dtype in (torch.float32, torch.float64):
+        return list(torch._foreach_norm(tensors))
+    return list(torch._foreach_norm(tensors, 2, torch.float32))
+
+
+def default_store() -> Any:
+    """The key-value store behind the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
