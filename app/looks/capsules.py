@@ -21,6 +21,7 @@ _EVIDENCE = (
     "stats",
     "batches.input_ids",
     "records.memory",
+    "scalars.memory_allocated",
     "records.allocations",
     "records.segments",
     "records.ranks",
@@ -29,7 +30,7 @@ _EVIDENCE = (
 )
 
 
-def listing(directory: str, known: int = -1) -> Listing | None:
+def listing(directory: str, known: str = "") -> Listing | None:
     """The capsules of a directory, or None where nothing changed since version ``known``."""
     lister = _listers.setdefault(directory, Lister(Path(directory)))
     found = lister.listing()

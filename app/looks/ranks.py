@@ -95,9 +95,7 @@ def ranks(
         ),
         detail=_detail(here, at, row),
         longest_ms=_longest(table),
-        note=f"{table.unplaced:,} point-to-point or unnumbered operations are not in the grid"
-        if table.unplaced
-        else "",
+        note=table.note,
     )
 
 

@@ -22,8 +22,11 @@ from ..actions import bindings
 from ..link import Answer
 from ..views.base import View
 from ..views.batch import BatchView
+from ..views.latency import LatencyView
 from ..views.layers import LayersView
+from ..views.memory import MemoryView
 from ..views.overview import OverviewView
+from ..views.ranks import RanksView
 from ..views.timelines import TimelinesView
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ VIEWS: tuple[tuple[type[View], Make], ...] = (
     (TimelinesView, lambda path, has: TimelinesView(path, has.series)),
     (LayersView, lambda path, _: LayersView(path)),
     (BatchView, lambda path, _: BatchView(path)),
+    (MemoryView, lambda path, _: MemoryView(path)),
+    (RanksView, lambda path, _: RanksView(path)),
+    (LatencyView, lambda path, _: LatencyView(path)),
 )
 
 
