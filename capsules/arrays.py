@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from .dtypes import STORED, Array, Plain
+from .dtypes import STORED, Array, Plain, decoded
 from .errors import EvidenceError
 from .jsonio import decode_object, encode, present
 from .limits import MAX_ARRAYS_BYTES, MAX_DATASETS, MAX_DIMENSIONS, MAX_INT64, MAX_MANIFEST_BYTES, MIB
@@ -152,7 +152,7 @@ class ArraysFile:
         """The stored bits of one array, in the shape of its description.
 
         Raises:
-            EvidenceError: see ``check``; or a chunk fails its checksum.
+            EvidenceError: see ``check``; or a chunk fails its checksum, or text is none.
         """
         info = self.check().arrays[key]
         with self._opened() as file:
@@ -160,7 +160,13 @@ class ArraysFile:
             if dataset is None:
                 return np.empty(info.shape, STORED[info.dtype])
             bits: Array = dataset[...]
-        return bits if info.dtype == "string" else bits.reshape(info.shape)
+        if info.dtype != "string":
+            return bits.reshape(info.shape)
+        try:
+            decoded(bits, info.dtype, info.shape)
+        except (ValueError, TypeError, EvidenceError) as error:
+            raise EvidenceError(f"array {key} is no list of texts ({str(error)[:80]})", self.relative) from None
+        return bits
 
     def _check_bytes(self) -> None:
         try:

@@ -65,13 +65,16 @@ def plain_array(value: Any, where: str, dtype: str | None = None) -> Plain:
     stride: tuple[int, ...] | None = None
     name = dtype
     if hasattr(value, "detach"):
-        tensor = value.detach()
-        if hasattr(tensor, "to_local"):  # a DTensor: the whole would take a collective
-            tensor = tensor.to_local()
-        device, stride = str(tensor.device), tuple(int(each) for each in tensor.stride())
-        name = name or str(tensor.dtype).removeprefix("torch.")
-        tensor = tensor.cpu()
-        array = _tensor_bits(tensor, str(tensor.dtype).removeprefix("torch."))
+        try:
+            tensor = value.detach()
+            if hasattr(tensor, "to_local"):  # a DTensor: the whole would take a collective
+                tensor = tensor.to_local()
+            device, stride = str(tensor.device), tuple(int(each) for each in tensor.stride())
+            own = str(tensor.dtype).removeprefix("torch.")
+            array = _tensor_bits(tensor.cpu(), own)
+        except (TypeError, RuntimeError) as error:  # sparse, quantised, complex, meta
+            raise EvidenceError(f"a tensor of {value.dtype} cannot be stored ({str(error)[:80]})", where) from None
+        name = name or own
     else:
         try:
             array = np.asarray(value)
@@ -99,10 +102,9 @@ def plain_array(value: Any, where: str, dtype: str | None = None) -> Plain:
 
 
 def _tensor_bits(tensor: Any, name: str) -> Array:
+    """The elements of a tensor on the host; raw bits where NumPy has no such dtype."""
     if name not in BITS:
-        if tensor.dtype.is_complex or not hasattr(np, name.replace("bool", "bool_")):
-            raise EvidenceError(f"dtype {name} cannot be stored, expected one of {', '.join(STORED)}")
-        return tensor.resolve_neg().numpy() if hasattr(tensor, "resolve_neg") else tensor.numpy()
+        return tensor.resolve_neg().numpy()
     import torch  # the value is a tensor, so torch is loaded
 
     return tensor.contiguous().view(torch.int16 if name == "bfloat16" else torch.uint8).numpy()
@@ -115,9 +117,9 @@ def decoded(bits: Array, dtype: str, shape: tuple[int, ...]) -> Array:
     if dtype == "bool":
         return bits.astype(np.bool_)
     if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
+        return np.asarray(np.left_shift(bits, 16, dtype=np.uint32)).view(np.float32)
     if dtype in BITS:
-        return _float8_table(dtype)[bits]
+        return np.asarray(_float8_table(dtype)[bits])
     return bits
 
 

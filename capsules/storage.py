@@ -154,8 +154,9 @@ def open_inside(root: Path, relative: str) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(relative) from None
     except OSError as error:
-        what = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
-        raise EvidenceError(what, relative, "refused") from None
+        if error.errno == errno.ELOOP:
+            raise EvidenceError("is a symbolic link", relative, "refused") from None
+        raise EvidenceError(error.strerror or str(error), relative) from None
     except ValueError as error:
         raise EvidenceError(str(error), relative) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

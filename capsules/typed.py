@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _PATH = re.compile(r" - at `(?:key` in `)?(?P<path>[^`]*)`$")
 _PARTS = re.compile(r"\.([^.\[]+)|\[(\d+)\]|(\[\.\.\.\])")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
 #: Faults of one object that are named one by one; after them a wrong field takes its whole top-level field along.
 _MAX_FAULTS = 50
 
@@ -71,7 +72,7 @@ def salvage(value: dict[str, Any], kind: type[T], spelled: bool = True) -> tuple
 class _Fault:
     """The field that an error of msgspec is about."""
 
-    def __init__(self, root: dict[str, Any], path: list[str | int], expected: str) -> None:
+    def __init__(self, root: dict[str, Any], path: list[str | int], expected: str, missing: str = "") -> None:
         self.chain: list[tuple[Any, Any]] = []  # (holder, key) from the root to the field
         value: Any = root
         seen = ""
@@ -85,6 +86,8 @@ class _Fault:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         self.sentence = f"field {seen or '(the whole)'} is {shown}, expected {expected}"
+        if missing:
+            self.sentence = f"field {seen}{'.' if seen else ''}{missing} is missing"
 
     def remove(self, whole: bool) -> None:
         """Take the field out; a list with one wrong element goes as a whole, since positions mean something."""
@@ -121,6 +124,8 @@ def _fault(root: dict[str, Any], kind: type[Any], error: msgspec.ValidationError
         text = text[: found.start()]
         for name, index, anything in _PARTS.findall(found["path"]):
             path.append(int(index) if index else "[...]" if anything else name)
+    if missing := _MISSING.match(text):
+        return _Fault(root, path, "", missing[1])
     expected = text.removeprefix("Expected ").partition(", got ")[0].replace("`", "").replace(" | null", "")
     if expected.startswith("Invalid enum value"):
         expected = _words(inspect.type_info(kind), path)

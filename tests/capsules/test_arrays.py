@@ -47,6 +47,14 @@ class TestTensors:
         np.testing.assert_array_equal(tensor.array(), given_.float().numpy())
         assert tensor.array().dtype == np.float32
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e8m0fnu", "float16", "bool"])
+    @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,)])
+    def test_arrays_without_dimensions_or_elements_keep_their_shape(self, path, dtype, shape):
+        tensor = round_trip(path, torch.ones(shape, dtype=getattr(torch, dtype)))
+        assert isinstance(tensor.array(), np.ndarray)
+        assert tensor.array().shape == tensor.bits().shape == shape
+        assert (tensor.array() == 1).all()
+
     @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
     def test_every_code_of_a_float8_means_what_torch_says(self, path, name):
         codes = np.arange(256, dtype=np.uint8)
@@ -116,6 +124,8 @@ class TestTensors:
             ([[1.0], [1.0, 2.0]], None, "expected an array of numbers"),
             ([object()], None, "dtype object cannot be stored"),
             (torch.zeros(2, dtype=torch.complex64), None, "dtype complex64 cannot be stored"),
+            (torch.zeros(2, 2).to_sparse(), None, "tensor a/b: a tensor of torch.float32 cannot be stored"),
+            (torch.zeros(2, device="meta"), None, "tensor a/b: a tensor of torch.float32 cannot be stored"),
         ],
     )
     def test_what_cannot_be_stored_is_refused(self, path, array, dtype, message):

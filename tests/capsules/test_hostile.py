@@ -522,6 +522,13 @@ class TestHdf5:
         forge(capsule, lambda g: None, description)
         self.refused(capsule, message)
 
+    @pytest.mark.parametrize("text", [b"[", b'["a"]', b'{"a": 1}', b'[["a"], "b"]', b"[" * 10_000])
+    def test_names_that_are_no_list_of_texts_are_refused(self, capsule, text):
+        described = {"kind": "tensor", "step": 3, "name": "x/y", "arrays": {"data": {"dtype": "string", "shape": [2]}}}
+        forge(capsule, lambda g: g.create_dataset("data", data=np.frombuffer(text, np.uint8)), described)
+        (damage,) = exercise(capsule)
+        assert "array data is no list of texts" in damage.what
+
     def test_states_that_are_none_are_no_states(self, capsule):
         for state in ({"tuple": 3}, {"a": 1, "b": 2}, {"bytes": "nothing"}, {}, {"int": [1]}, {"dict": []}):
             text = {"kind": "rng", "step": 9, "attributes": {"torch": state}}

@@ -232,6 +232,7 @@ class TestStatistics:
             ({"shape": [2, -3]}, "field shape[1] is -3, expected int >= 0"),
             ({"numel": 2**64}, f"field numel is {2**64}, expected int <= 9223372036854775807"),
             ({"step": None}, "field step is None, expected int"),
+            ({"shape": [1] * 33}, "field shape is [1, 1,"),
         ],
     )
     def test_a_faulty_row_names_record_field_value_and_expectation_and_nothing_is_written(self, path, change, message):
@@ -240,6 +241,10 @@ class TestStatistics:
                 w.stats([ONE_ROW, ONE_ROW | change])
             assert message in str(error.value)
         assert len(Capsule.open(path).stats()) == 0
+
+    def test_a_row_without_a_name_is_refused(self, path):
+        with CapsuleWriter(path) as w, pytest.raises(EvidenceError, match="stats, record 1: field name is missing"):
+            w.stats([{"step": 1, "role": "loss"}])
 
     def test_numpy_scalars_are_accepted_in_rows(self, path):
         row = {key: np.float32(value) if isinstance(value, float) else value for key, value in ONE_ROW.items()}
