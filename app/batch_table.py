@@ -15,8 +15,7 @@ from .looks.sheets import BatchSheet, TokenRow
 from .numbers import compact
 from .text import keep_tail, one_line, visible
 
-ROLES = ("p", "s", "u", "a", "t", "i", "o", "v")
-_ROLE_WORDS = "roles: p padding s system u user a assistant t tool i image o audio v video"
+ROLES = ("p padding", "s system", "u user", "a assistant", "t tool", "i image", "o audio", "v video")
 _HEAD = 8  # cells of the words on the left
 _DIM = "bright_black"
 _LONGEST = 16  # cells of a token's text
@@ -72,7 +71,7 @@ def _lines(sheet: BatchSheet, row: TokenRow, fault: bool) -> list[Line]:
     if row.mask:
         lines.append(Line("mask", [(str(each), "" if each else "yellow") for each in row.mask]))
     if row.role:
-        lines.append(Line("role", [(ROLES[each] if 0 <= each < len(ROLES) else "?", _DIM) for each in row.role]))
+        lines.append(Line("role", [(ROLES[each][0] if 0 <= each < len(ROLES) else "?", _DIM) for each in row.role]))
     if row.loss:
         lines.append(Line("loss", [_loss(sheet, each, row.asked[at]) for at, each in enumerate(row.loss)]))
     if fault and row.fault:
@@ -97,11 +96,13 @@ def _loss(sheet: BatchSheet, loss: float, asked: bool) -> tuple[str, str]:
         return "", ""
     if math.isnan(loss):
         return ("NaN", "bold red") if asked else ("", "")
-    style = _DIM if not asked else "bold red" if loss >= sheet.loud else ""
+    if not asked:
+        return "", ""
+    style = "bold red" if loss >= sheet.loud else ""
     if sheet.bytes:
         return ("I" if math.isinf(loss) else "+" if loss >= 10 else str(int(max(loss, 0)))), style
     words = "Inf" if math.isinf(loss) else f"{loss:.1f}" if loss < 100 else f"{loss:.0f}"
-    return (words + ("!" if asked and loss >= sheet.loud else "")) if asked else "", style
+    return words + ("!" if loss >= sheet.loud else ""), style
 
 
 def where(sheet: BatchSheet) -> str:
@@ -142,6 +143,5 @@ def legend(sheet: BatchSheet) -> str:
     """What the signs mean."""
     losses = "loss in whole nats, + is 10 or more" if sheet.bytes else f"! loss ≥ {sheet.loud:.2g} (3σ above the mean)"
     parts = ["· not supervised", f"{losses} ({sheet.loss_from})" if sheet.loss_from else ""]
-    if any(each.role for each in sheet.samples):
-        parts.append(_ROLE_WORDS)
+    parts += [sheet.mask_note, ", ".join(ROLES[each] for each in sheet.roles if 0 <= each < len(ROLES))]
     return "   ".join(each for each in parts if each)

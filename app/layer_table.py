@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from .looks.sheets import LayerSheet
 from .numbers import compact
-from .text import keep_tail, one_line
+from .text import keep_ends, one_line
 
 #: Level → sign and style.
 SHADES: dict[int, tuple[str, str]] = {
@@ -29,7 +30,7 @@ SHADES: dict[int, tuple[str, str]] = {
 BAD = ("✗", "bold white on red")
 LEGEND = (
     "below the largest number of its type by less than █ 2× ▓ 8× ▒ 64× ░ 1,024×",
-    "· far   v below the smallest normal   0 all zero   ✗ NaN, Inf   room in powers of 2",
+    "· far   v below smallest normal   0 all zero   ✗ NaN, Inf   room: powers of 2",
 )
 WORDS = {
     "forward": "forward pass",
@@ -112,28 +113,47 @@ def _columns(width: int) -> tuple[tuple[_Column, ...], int]:
     return shown, max(12, width - _FIXED - sum(each.width + 1 for each in shown))
 
 
-def head(width: int) -> Text:
-    """Titles of the columns."""
-    shown, room = _columns(width)
-    titles = "".join(f" {each.title:>{each.width}}" for each in shown)
-    return Text(f"  {'tensor':<{room}} type   {titles}", "bright_black", no_wrap=True)
+def _common(names: list[str]) -> int:
+    """Characters up to and with the last dot that all names begin with."""
+    if len(names) < 2:
+        return 0
+    first, last = min(names), max(names)
+    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:same].rfind(".") + 1
 
 
-def line(sheet: LayerSheet, row: int, width: int, bad: frozenset[int]) -> Text:
-    """One tensor in ``width`` cells; a long name keeps its tail."""
-    shown, room = _columns(width)
-    sign, style = BAD if row in bad else SHADES[sheet.level[row]]
-    role = sheet.role[row]
-    name = one_line(sheet.name[row]) + ("" if role in _USUAL else f" ({role})")
-    text = Text("✗ " if row in bad else "  ", "bold red", no_wrap=True)
-    text.append(f"{keep_tail(name, room):<{room}}", "bold" if row in bad else "not bold default")
-    text.append(f" {_SHORT.get(sheet.dtype[row], sheet.dtype[row])[:4]:<4}", "not bold bright_black")
-    text.append(" ")
-    text.append(sign * 2, style)
-    for each in shown:
-        cell = each.cell(sheet, row)
-        text.append(f" {cell:>{each.width}}", "bold red" if each.title == "bad" and row in bad else "not bold default")
-    return text
+class LayerTable:
+    """A sheet in lines of ``width`` cells."""
+
+    def __init__(self, sheet: LayerSheet, width: int) -> None:
+        self._sheet, self._bad = sheet, frozenset(sheet.bad)
+        self._columns, self._room = _columns(width)
+        # What all names begin with tells nothing: model.layers. and the like.
+        self._common = _common(sheet.name)
+
+    def head(self) -> Text:
+        """Titles of the columns."""
+        titles = "".join(f" {each.title:>{each.width}}" for each in self._columns)
+        return Text(f"  {'tensor':<{self._room}} type   {titles}", "bright_black", no_wrap=True)
+
+    def line(self, row: int) -> Text:
+        """One tensor; a long name keeps both its ends, without what all names begin with."""
+        sheet, bad = self._sheet, row in self._bad
+        sign, style = BAD if bad else SHADES[sheet.level[row]]
+        role, dtype = sheet.role[row], one_line(sheet.dtype[row])
+        name = one_line(sheet.name[row]) + ("" if role in _USUAL else f" ({role})")
+        if cell_len(name) > self._room and self._common:
+            name = "…" + keep_ends(name[self._common :], self._room - 1)
+        name = keep_ends(name, self._room)
+        text = Text("✗ " if bad else "  ", "bold red", no_wrap=True)
+        text.append(name + " " * (self._room - cell_len(name)), "bold" if bad else "not bold default")
+        text.append(f" {_SHORT.get(dtype, dtype)[:4]:<4}", "not bold bright_black")
+        text.append(" ")
+        text.append(sign * 2, style)
+        for each in self._columns:
+            loud = bad and each.title == "bad"
+            text.append(f" {each.cell(sheet, row):>{each.width}}", "bold red" if loud else "not bold default")
+        return text
 
 
 def where(sheet: LayerSheet) -> str:
@@ -155,7 +175,7 @@ def notes(sheet: LayerSheet) -> str:
     words: list[str] = []
     if sheet.first_bad is not None:
         bad = sheet.first_bad
-        words.append(f"first bad: {keep_tail(one_line(bad.name), 32)}, {WORDS[bad.kind]}, step {bad.step:,}")
+        words.append(f"first bad: {keep_ends(one_line(bad.name), 40)}, {WORDS[bad.kind]}, step {bad.step:,}")
     if sheet.step is not None and not sheet.full:
         near = [f"{each:,}" for each in (sheet.full_before, sheet.full_after) if each is not None]
         words.append("norms only" + (f"; full statistics at step {' and '.join(near)}" if near else ""))

@@ -48,8 +48,31 @@ def one_line(text: object, limit: int = 500) -> str:
 
 
 def keep_tail(text: str, width: int) -> str:
-    """Shorten to ``width`` characters by dropping the head: the end of a long name tells more (``…23.mlp.down``)."""
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    """Shorten to ``width`` cells by dropping the head: the end of a long name tells more (``…23.mlp.down``)."""
+    if text.isascii():
+        return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    from rich.cells import cell_len  # a character may be two cells wide
+
+    if cell_len(text) <= width:
+        return text
+    tail = text[max(0, len(text) - width + 1) :]
+    while tail and cell_len(tail) > width - 1:
+        tail = tail[1:]
+    return "…" + tail
+
+
+def keep_ends(text: str, width: int) -> str:
+    """Shorten to ``width`` cells by dropping the middle: a number at the head and the word at the tail both tell."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= width:
+        return text
+    head = ""
+    for char in text:
+        if cell_len(head + char) > width // 3:
+            break
+        head += char
+    return head + keep_tail(text[len(head) :], width - cell_len(head))
 
 
 def ending(text: object, width: int) -> str:

@@ -56,11 +56,28 @@ _SAID_ALREADY = frozenset({"id", "title", "path", "status", "ranks", "replay", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("capsule", metavar="CAPSULE", help="the capsule's directory")
+    sheet = parser.add_mutually_exclusive_group()
+    sheet.add_argument(
+        "--layers", nargs="?", const="", metavar="STEP", help="statistics of the tensors of a step (the first bad one)"
+    )
+    sheet.add_argument(
+        "--batch", nargs="?", const="", metavar="STEP", help="tokens, labels and losses of the batch nearest to a step"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("forward", "backward", "parameters", "updates"),
+        default="forward",
+        help="which tensors --layers prints (default: forward)",
+    )
     parser.add_argument("--json", action="store_true", help="print as JSON (llmconsole.show/1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the capsule holds."""
+    """Print what the capsule holds, or a part of it."""
+    if args.layers is not None or args.batch is not None:
+        from .sheets import print_batch, print_layers
+
+        return print_batch(args) if args.batch is not None else print_layers(args)
     with Worker() as worker:
         try:
             facts = worker.call("show", {"path": args.capsule})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,6 +93,8 @@ def batch(
         left=left,
         loss_from=table.loss_from,
         bytes=table.bytes,
+        mask_note=table.mask_note,
+        roles=np.unique(table.role).tolist() if table.role is not None else [],
         mean=table.mean,
         loud=table.loud,
         fault=table.fault_words(faults),
@@ -117,6 +120,18 @@ class _Table:
     asked: Array
     padding: Array
     micro: Micro | None
+
+    @cached_property
+    def mask_note(self) -> str:
+        """A mask that tells nothing new is told in words."""
+        real = self.tokens >= 0
+        if self.mask is None:
+            return ""
+        if bool((self.mask[real] != 0).all()):
+            return "mask 1 everywhere"
+        if self.role is not None and bool(((self.mask != 0) == (self.role != 0))[real].all()):
+            return "mask 0 at padding only"
+        return ""
 
     @property
     def _paid(self) -> Array:
@@ -158,7 +173,7 @@ class _Table:
             mean=float(paid.mean()) if paid.size else float("nan"),
             token=self._words(self.tokens[row, window]),
             label=self._words(self.label[row, window]) if self.label is not None else [],
-            mask=self.mask[row, window].tolist() if self.mask is not None else [],
+            mask=self.mask[row, window].tolist() if self.mask is not None and not self.mask_note else [],
             role=self.role[row, window].tolist() if self.role is not None else [],
             loss=self.loss[row, window].tolist() if self.loss is not None else [],
             asked=asked[window].tolist(),

@@ -126,6 +126,8 @@ class BatchSheet(msgspec.Struct, frozen=True, kw_only=True):
         rows: samples of the batch; ``tokens`` columns of it.
         loss_from: where the losses come from.
         bytes: whether the vocabulary is bytes, so that tokens are characters.
+        mask_note: what the attention mask says where it needs no line of its own, empty where it has one.
+        roles: the roles that occur.
         loud: nats from which a loss stands far above the batch's mean.
         fault: what the fault does to the count, in words.
     """
@@ -144,6 +146,8 @@ class BatchSheet(msgspec.Struct, frozen=True, kw_only=True):
     left: int = 0
     loss_from: str = ""
     bytes: bool = False
+    mask_note: str = ""
+    roles: list[int] = []
     mean: float = 0.0
     loud: float = 0.0
     fault: str = ""

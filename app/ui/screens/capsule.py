@@ -74,7 +74,12 @@ class CapsuleScreen(Screen[None]):
     @property
     def twin(self) -> str:
         """The command that prints the same."""
-        return f"llmconsole show {self.entry.path}"
+        return getattr(self._open, "twin", "") or f"llmconsole show {self.entry.path}"
+
+    @property
+    def signs(self) -> str:
+        """What the signs of the open view mean."""
+        return getattr(self._open, "signs", "")
 
     def compose(self) -> ComposeResult:
         """Where am I, which views, the view, the keys."""

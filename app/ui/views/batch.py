@@ -53,6 +53,20 @@ class BatchView(View):
         yield Static(id="samples", markup=False)
         yield Static(id="legend", markup=False)
 
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        step = self._sheet.step if self._sheet is not None and self._sheet.step is not None else ""
+        return f"llmconsole show {self.path} --batch {step}"
+
+    @property
+    def signs(self) -> str:
+        """What the signs mean."""
+        return (
+            "· not supervised  ! far above the batch's mean  with x: → scored on another token, + scored in addition, "
+            "÷ counted in the denominator only"
+        )
+
     def reload(self) -> None:
         """Ask for the batch at the cursor."""
         self._ask()

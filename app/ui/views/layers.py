@@ -13,7 +13,6 @@ from textual.widgets import Static
 
 from ... import layer_table as table
 from ...looks.sheets import Kind, LayerSheet
-from ...text import keep_tail
 from ..actions import bindings
 from ..link import Answer
 from ..widgets.rows import Lazy, Row, Rows
@@ -30,7 +29,7 @@ class LayersView(View):
     DEFAULT_CSS = """
     LayersView Static { height: auto; }
     LayersView #notes { color: $warning; }
-    LayersView #exact { height: 2; color: $foreground; border: none; }
+    LayersView #exact { min-height: 2; max-height: 4; }
     LayersView #legend { color: $text-muted; height: 2; }
     """
 
@@ -50,6 +49,20 @@ class LayersView(View):
         yield Rows[int](empty=" nothing of this kind was recorded; f b p u show what was", id="sheet")
         yield Static(id="exact", markup=False)
         yield Static(Text("\n".join(f" {line}" for line in table.LEGEND)), id="legend")
+
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        step = self._sheet.step if self._sheet is not None and self._sheet.step is not None else ""
+        return f"llmconsole show {self.path} --layers {step} --kind {self._kind}"
+
+    @property
+    def signs(self) -> str:
+        """What the columns mean."""
+        return (
+            "room: how many times absmax can double before it overflows (≤: from the rms, absmax was not recorded)  "
+            "growth: rms against the recorded step before  bad: NaN or Inf elements"
+        )
 
     @property
     def _rows(self) -> Rows[int]:
@@ -98,10 +111,10 @@ class LayersView(View):
         words = table.notes(sheet)
         notes.display = bool(words)
         notes.update(Text(f" {words}"))
-        self.query_one("#head", Static).update(table.head(width))
+        lines = table.LayerTable(sheet, width)
+        self.query_one("#head", Static).update(lines.head())
         keys = [f"{name} {role}" for name, role in zip(sheet.name, sheet.role, strict=True)]
-        bad = self._bad
-        self._rows.set_rows(Lazy(keys, lambda row: Row(keys[row], table.line(sheet, row, width, bad), row)))
+        self._rows.set_rows(Lazy(keys, lambda row: Row(keys[row], lines.line(row), row)))
 
     @on(Rows.Moved, "#sheet")
     def _moved(self, message: Rows.Moved) -> None:
@@ -114,7 +127,7 @@ class LayersView(View):
         lines = Text()
         if sheet is not None and 0 <= row < len(sheet.name):
             name, values = table.exact(sheet, row)
-            lines = Text(f" {keep_tail(name, max(20, self.size.width - 2))}\n {values}", no_wrap=True)
+            lines = Text(f" {name}\n {values}")
         self.query_one("#exact", Static).update(lines)
 
     def follow(self, step: float | None) -> None:

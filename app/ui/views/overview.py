@@ -70,6 +70,11 @@ class OverviewView(View):
             yield Static(id="body", markup=False)
 
     @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        return f"llmconsole analyze {self.path}"
+
+    @property
     def _main(self) -> Console:
         return cast("Console", self.app)
 

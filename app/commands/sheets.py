@@ -1,0 +1,90 @@
+"""``show --layers`` and ``show --batch``: the console's views of one step as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from ..looks.sheets import BatchSheet, LayerSheet
+from ..output import CommandError, console, print_json
+from ..worker import Worker, WorkerError
+
+#: Samples and tokens of a sample printed; the rest is in the console.
+SAMPLES, TOKENS = 64, 2_000
+
+Sheet = TypeVar("Sheet", LayerSheet, BatchSheet)
+
+
+class Layers(msgspec.Struct, kw_only=True):
+    """``llmconsole.show-layers/1``."""
+
+    format: Literal["llmconsole.show-layers/1"] = "llmconsole.show-layers/1"
+    layers: LayerSheet
+
+
+class BatchPage(msgspec.Struct, kw_only=True):
+    """``llmconsole.show-batch/1``."""
+
+    format: Literal["llmconsole.show-batch/1"] = "llmconsole.show-batch/1"
+    batch: BatchSheet
+
+
+def print_layers(args: argparse.Namespace) -> int:
+    """Print the sheet of one step."""
+    sheet = _ask("layers", LayerSheet, {"path": args.capsule, "kind": args.kind, "step": _step(args.layers)})
+    if args.json:
+        print_json(Layers(layers=sheet))
+        return 0
+    from .. import layer_table as table
+
+    screen = console()
+    screen.print(f" {table.where(sheet)}")
+    if words := table.notes(sheet):
+        screen.print(f" {words}")
+    lines = table.LayerTable(sheet, screen.width)
+    screen.print(lines.head())
+    for row in range(len(sheet.name)):
+        screen.print(lines.line(row))
+    for line in table.LEGEND:
+        screen.print(f" {line}", style="bright_black")
+    return 0
+
+
+def print_batch(args: argparse.Namespace) -> int:
+    """Print the samples of one batch."""
+    params = {"path": args.capsule, "step": _step(args.batch), "samples": SAMPLES, "tokens": TOKENS}
+    sheet = _ask("batch", BatchSheet, params)
+    if args.json:
+        print_json(BatchPage(batch=sheet))
+        return 0
+    from .. import batch_table as table
+
+    screen = console()
+    if sheet.step is None:
+        screen.print(" no batch holds token ids")
+        return 0
+    screen.print(f" {table.where(sheet)}")
+    for line in table.notes(sheet):
+        screen.print(f" {line}")
+    for row in sheet.samples:
+        for line in table.sample(sheet, row, screen.width)[0]:
+            screen.print(line)
+    screen.print(f" {table.legend(sheet)}", style="bright_black")
+    return 0
+
+
+def _ask(method: str, kind: type[Sheet], params: dict[str, Any]) -> Sheet:
+    with Worker() as worker:
+        try:
+            return msgspec.convert(worker.call(method, params), kind)
+        except WorkerError as error:
+            raise CommandError(error) from error
+
+
+def _step(given: str) -> int | None:
+    try:
+        return int(given) if given else None
+    except ValueError:
+        raise CommandError(f"{given!r} is no step; give a whole number, or none for the step that matters") from None
