@@ -20,7 +20,7 @@ from .types import Latency, LatencyComponent, LatencySlice
 
 Measure = Literal["ttft", "e2e"]
 
-CONVENTION = "quantiles: linear between order statistics (type 7)"
+CONVENTION = "linear quantiles (type 7)"
 
 #: Components of the time to first token, in the order in which a request passes them.
 COMPONENTS = ("network", "queue", "tokenize", "transfer", "install", "prefill", "sample")

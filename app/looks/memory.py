@@ -72,7 +72,7 @@ def _phase(row: Mapping[str, Any]) -> MemoryPhase:
     )
 
 
-def _height(row: Mapping[str, Any]) -> int:
-    """Bytes by which the highest phase is chosen: the measured peak, else what is allocated, else the ledger's sum."""
-    total = sum(row.get(name) or 0 for name in PARTS)
-    return row.get("peak") or row.get("allocated") or total
+def _height(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes by which the highest phase is chosen: the measured peak, and among equals what is allocated."""
+    held = row.get("allocated") or sum(row.get(name) or 0 for name in PARTS)
+    return row.get("peak") or held, held

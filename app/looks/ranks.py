@@ -6,8 +6,9 @@ majority is what was meant, and the others differ from it; that is a picture, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -154,10 +155,22 @@ def _group(ranks: list[int], by_rank: Mapping[int, Mapping[int, Mapping[str, Any
 
 
 def _signature(record: Mapping[str, Any]) -> Signature:
-    op = str(record.get("op") or "")
+    op, free = _operation(str(record.get("op") or ""))
+    return op, str(record.get("dtype") or ""), "" if free else _shapes(record.get("shapes_in"))
+
+
+@lru_cache(maxsize=256)
+def _operation(op: str) -> tuple[str, bool]:
+    """The name without the back end (``nccl:``), and whether its shapes lawfully depend on the rank."""
     plain = op.lower().rpartition(":")[2].lstrip("_")
-    free = any(each in plain for each in _SHAPES_MAY_DIFFER) and not any(each in plain for each in _SHAPES_MUST_AGREE)
-    return op, str(record.get("dtype") or ""), "" if free else str(record.get("shapes_in") or "")
+    must = any(each in plain for each in _SHAPES_MUST_AGREE)
+    return op.rpartition(":")[2], not must and any(each in plain for each in _SHAPES_MAY_DIFFER)
+
+
+def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
+    if not shapes:
+        return ""
+    return str(shapes[0]) if len(shapes) == 1 else str(shapes)
 
 
 def _majority(signatures: NDArray[np.int32], count: int) -> NDArray[np.int32]:
@@ -244,11 +257,14 @@ def _detail(group: _Group, at: int, row: int) -> tuple[str, ...]:
     """What most ranks did in the collective at the cursor, who did otherwise, and what the rank at the cursor did."""
     column = group.cells[:, at]
     ranks = np.array(group.ranks)
-    done, waiting = int((column == DONE).sum()), int((column == WAITING).sum())
-    head = f"seq {group.seqs[at]:,}  {_words(group.names[group.meant[at]])}  done {done}, waiting {waiting}"
-    for words, code in (("missing", MISSING), ("differs", DIFFERS)):
+    head = f"seq {group.seqs[at]:,}"
+    for words, code in (("differs", DIFFERS), ("missing", MISSING)):
         if (who := ranks[column == code]).size:
-            head += f", {words}: rank {_listed(who)}"
+            head += f" · {words}: rank {_listed(who)}"
+    for words, code in (("done", DONE), ("waiting", WAITING)):
+        if count := int((column == code).sum()):
+            head += f" · {count} {words}"
+    head += f" · {_words(group.names[group.meant[at]])}"
     state = {
         MISSING: "never came to it",
         DONE: "done",

@@ -33,6 +33,9 @@ class LatencyView(View):
         '"worker": …}); the importer reads them from bench results and logs'
     )
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("latency")]
+    DEFAULT_CSS = """
+    LatencyView Static { text-wrap: nowrap; text-overflow: ellipsis; }
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -96,16 +99,16 @@ def waterfall(latency: Latency, width: int, height: int, top: int = 0) -> Text:
     used = len(latency.components) + 6
     if latency.slow is not None:
         text.append(f" Slices, by the slow requests (above p95, {duration(latency.slow)}) that they hold\n", "bold")
-        head = f" {'slice':<26}{'n':>8}  {'slow':>6} {'95 % interval':>16}{'elsewhere':>11}{'of all slow':>13}\n"
+        head = f" {'slice':<22}{'n':>8}  {'slow':>6} {'95 % interval':>16}{'elsewhere':>10}{'of slow':>9}\n"
         text.append(head, "bright_black")
         room = max(1, height - used - 3)
         for each in latency.slices[top : top + room]:
             name = one_line(each.name, 60)
-            name = name if len(name) <= 25 else f"{name[:12]}…{name[-12:]}"
+            name = name if len(name) <= 21 else f"{name[:10]}…{name[-10:]}"
             interval = f"[{each.low:.1%}, {each.high:.1%}]"
             apart = each.low > each.elsewhere
-            line = f" {name:<26}{each.requests:>8,}  {each.share:>6.1%} {interval:>16}"
-            line += f"{each.elsewhere:>11.1%}{each.held:>13.1%}{'  !' if apart else ''}"
+            line = f" {name:<22}{each.requests:>8,}  {each.share:>6.1%} {interval:>16}"
+            line += f"{each.elsewhere:>10.1%}{each.held:>9.1%}{'  !' if apart else ''}"
             text.append(f"{line}\n", "bold" if apart else "")
         if not latency.slices:
             text.append(" no field has two values with enough requests each\n", "bright_black")

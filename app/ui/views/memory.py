@@ -48,6 +48,7 @@ class MemoryView(View):
     DEFAULT_CSS = """
     MemoryView VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
     MemoryView Timeline { height: 8; }
+    MemoryView #ledger { text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
     def __init__(self, path: str) -> None:
@@ -146,7 +147,7 @@ def ledger_text(ledger: MemoryLedger, width: int) -> Text:
         if name in shown:
             text.append(letter, style)
             text.append(f" {name}  ")
-    for (letter, style), words in ((_UNACCOUNTED, "not in the ledger"), (_FRAGMENTED, "reserved, not allocated")):
+    for (letter, style), words in ((_UNACCOUNTED, "not in it"), (_FRAGMENTED, "reserved, free")):
         text.append(letter, style)
         text.append(f" {words}  ")
     text.append("| capacity")
@@ -184,16 +185,20 @@ def _pieces(phase: MemoryPhase, scale: int, width: int) -> list[tuple[str, str, 
 
 def _words(phase: MemoryPhase) -> str:
     """The measured numbers, and where ledger and measurement part."""
-    words = [
+    held = phase.allocated if phase.allocated is not None else sum(phase.parts.values())
+    words = [f"{size(held)}{'' if phase.allocated is not None else ' by the ledger'}"]
+    if phase.capacity is not None:
+        words[0] += f" of {size(phase.capacity)}"
+    words += [
         f"{name} {size(value)}"
-        for name, value in (("allocated", phase.allocated), ("reserved", phase.reserved), ("peak", phase.peak))
+        for name, value in (
+            ("reserved", phase.reserved),
+            ("peak", phase.peak),
+            ("free in one", phase.largest_free_block),
+        )
         if value is not None
     ]
-    if phase.allocated is None:
-        words.insert(0, f"ledger {size(sum(phase.parts.values()))}")
-    elif phase.unaccounted:
-        more = phase.unaccounted > 0
-        words.append(f"{size(abs(phase.unaccounted))} {'not in the ledger' if more else 'more in the ledger'}")
-    if phase.capacity is not None:
-        words.append(f"of {size(phase.capacity)}")
+    if phase.unaccounted:
+        sign = "?" if phase.unaccounted > 0 else "ledger over by"
+        words.append(f"{sign} {size(abs(phase.unaccounted))}")
     return " · ".join(words)

@@ -20,8 +20,8 @@ from .base import View
 
 _STYLES = {"·": "bright_black", "○": "yellow", "✗": "bold red", " ": "on grey23", "-": "bright_black", "?": "magenta"}
 _TIMES = (("C", "green"), ("M", "cyan"), ("D", "yellow"))
-_LEGEND = " · done  ○ waiting  ✗ differs  blank: missing  - not captured"
-_BARS = " C compute  M communication  D data"
+_LEGEND = " · done ○ waiting ✗ differs - not kept, blank missing"
+_BARS = "  C compute M comms D data"
 
 #: Lines beside the rows of the grid: where, two of detail, the cursor's sign, legend.
 _FRAME = 6
@@ -39,6 +39,9 @@ class RanksView(View):
         "ranks: llmconsole import DUMPS -o DIR"
     )
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("ranks")]
+    DEFAULT_CSS = """
+    RanksView Static { text-wrap: nowrap; text-overflow: ellipsis; }
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
