@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -34,8 +35,8 @@ _COUNTS = ("cached_tokens", "preemptions", "migrations", "retries")
 #: Requests on each side below which a slice is not judged.
 FEWEST = 30
 
-#: 97.5 % point of the normal distribution, for an interval of 95 %.
-_Z = 1.959963984540054
+#: Chance that an interval misses; shared among all slices (Bonferroni) where one is called apart.
+_ALPHA = 0.05
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,13 @@ def _slices(requests: _Requests, slow: float) -> tuple[tuple[LatencySlice, ...],
     """Slices by how many more slow requests they hold than their size explains, and how many were too small."""
     late = requests.total > slow
     count, all_late = len(late), int(late.sum())
+    members = _members(requests.records)
+    judged = {name: each for name, each in members.items() if FEWEST <= len(each) <= count - FEWEST}
     found: list[tuple[float, LatencySlice]] = []
-    few = 0
-    for name, members in _members(requests.records).items():
-        inside, outside = len(members), count - len(members)
-        if inside < FEWEST or outside < FEWEST:
-            few += inside < FEWEST
-            continue
-        here = int(late[members].sum())
+    for name, each in judged.items():
+        inside, here = len(each), int(late[each].sum())
         low, high = wilson(here, inside)
+        elsewhere = (all_late - here) / (count - inside)
         row = LatencySlice(
             name=name,
             requests=inside,
@@ -117,12 +116,13 @@ def _slices(requests: _Requests, slow: float) -> tuple[tuple[LatencySlice, ...],
             share=here / inside,
             low=low,
             high=high,
-            elsewhere=(all_late - here) / outside,
+            elsewhere=elsewhere,
             held=here / all_late if all_late else 0.0,
+            apart=wilson(here, inside, _ALPHA / len(judged))[0] > elsewhere,
         )
         found.append((here - all_late * inside / count, row))
     found.sort(key=lambda each: -each[0])
-    return tuple(row for _, row in found), few
+    return tuple(row for _, row in found), sum(len(each) < FEWEST for each in members.values())
 
 
 def _members(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -138,11 +138,12 @@ def _members(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     return members
 
 
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """Wilson's score interval (95 %) of a share of ``hits`` in ``count``."""
-    share, z2 = hits / count, _Z * _Z
+def wilson(hits: int, count: int, alpha: float = _ALPHA) -> tuple[float, float]:
+    """Wilson's score interval of a share of ``hits`` in ``count``, which misses with the chance ``alpha``."""
+    z = NormalDist().inv_cdf(1 - alpha / 2)
+    share, z2 = hits / count, z * z
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = _Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
+    half = z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 

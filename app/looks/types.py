@@ -208,6 +208,7 @@ class LatencySlice(msgspec.Struct, frozen=True, kw_only=True):
         high: upper end.
         elsewhere: share of slow requests outside the slice.
         held: share of all slow requests that lie in the slice.
+        apart: the slice is slower than the rest, with all slices that were looked at allowed for.
     """
 
     name: str
@@ -218,6 +219,7 @@ class LatencySlice(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     elsewhere: float
     held: float
+    apart: bool
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,10 +106,9 @@ def waterfall(latency: Latency, width: int, height: int, top: int = 0) -> Text:
             name = one_line(each.name, 60)
             name = name if len(name) <= 21 else f"{name[:10]}…{name[-10:]}"
             interval = f"[{each.low:.1%}, {each.high:.1%}]"
-            apart = each.low > each.elsewhere
             line = f" {name:<22}{each.requests:>8,}  {each.share:>6.1%} {interval:>16}"
-            line += f"{each.elsewhere:>10.1%}{each.held:>9.1%}{'  !' if apart else ''}"
-            text.append(f"{line}\n", "bold" if apart else "")
+            line += f"{each.elsewhere:>10.1%}{each.held:>9.1%}{'  !' if each.apart else ''}"
+            text.append(f"{line}\n", "bold" if each.apart else "")
         if not latency.slices:
             text.append(" no field has two values with enough requests each\n", "bright_black")
     return text

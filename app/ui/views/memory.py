@@ -147,7 +147,7 @@ def ledger_text(ledger: MemoryLedger, width: int) -> Text:
         if name in shown:
             text.append(letter, style)
             text.append(f" {name}  ")
-    for (letter, style), words in ((_UNACCOUNTED, "not in it"), (_FRAGMENTED, "reserved, free")):
+    for (letter, style), words in ((_UNACCOUNTED, "unknown"), (_FRAGMENTED, "free")):
         text.append(letter, style)
         text.append(f" {words}  ")
     text.append("| capacity")
