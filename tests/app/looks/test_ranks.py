@@ -1,0 +1,101 @@
+"""The grid of ranks and collectives: who waits, who differs, who never came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmconsole.app.looks.ranks import ranks
+from llmconsole.app.ui.views.ranks import grid_text
+from llmconsole.capsules import CapsuleWriter
+
+SHAPE = [[8]]
+
+
+def record(rank: int, seq: int, state: str = "completed", **fields: Any) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "group": "dp",
+        "group_ranks": [0, 1, 2],
+        "seq": seq,
+        "op": "nccl:all_reduce",
+        "dtype": "float32",
+        "shapes_in": SHAPE,
+        "state": state,
+        **fields,
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]], summaries: list[dict[str, Any]] | None = None) -> str:
+    with CapsuleWriter(path / "r.capsule", title="r", phase="training", manifest={}) as writer:
+        writer.records("collectives", rows)
+        writer.records("ranks", summaries or [])
+    return str(path / "r.capsule")
+
+
+def cells(path: str, **window: Any) -> list[str]:
+    return [each.cells for each in ranks(path, columns=40, rows=40, **window).rows]
+
+
+def test_each_sign_says_how_far_a_rank_got(tmp_path: Path):
+    rows = [record(rank, seq) for rank in (0, 1, 2) for seq in (0, 1)]
+    rows += [record(0, 2, "started"), record(1, 2, "scheduled"), record(2, 2, op="nccl:broadcast")]
+    rows += [record(0, 3, "started")]
+    path = write(tmp_path, rows)
+    assert cells(path) == ["··○○", "··○ ", "··✗ "]
+    grid = ranks(path, columns=40, rows=40)
+    assert (grid.first, grid.at, grid.row) == (2, 2, 2)
+    assert grid.detail == (
+        "seq 2 · differs: rank 2 · 2 waiting · all_reduce float32 [8]",
+        "rank 2: did broadcast float32 [8]",
+    )
+    missing = ranks(path, columns=40, rows=40, at=3, row=1)
+    assert missing.detail == (
+        "seq 3 · missing: rank 1, 2 · 1 waiting · all_reduce float32 [8]",
+        "rank 1: never came to it; its last is seq 2  all_reduce float32 [8]",
+    )
+
+
+def test_what_a_ring_buffer_forgot_and_a_dump_that_is_not_here_are_no_difference(tmp_path: Path):
+    rows = [record(0, seq) for seq in (5, 6, 7)] + [record(1, seq) for seq in (6, 7)]
+    path = write(tmp_path, rows)
+    assert cells(path) == ["···", "-··", "---"]
+    grid = ranks(path, columns=40, rows=40)
+    assert (grid.first, grid.at) == (None, 2)
+
+
+def test_shapes_may_differ_only_where_the_operation_lets_them(tmp_path: Path):
+    def shaped(seq: int, op: str) -> list[dict[str, Any]]:
+        return [record(rank, seq, op=op, shapes_in=[[8 + (rank == 1)]]) for rank in (0, 1, 2)]
+
+    path = write(tmp_path, shaped(0, "nccl:all_to_all") + shaped(1, "nccl:_reduce_scatter_base") + shaped(2, "gather"))
+    assert cells(path) == ["···", "·✗·", "···"]
+
+
+def test_the_group_with_a_difference_comes_first_and_point_to_point_is_told(tmp_path: Path):
+    rows = [record(rank, 0, group="tp") for rank in (0, 1, 2)]
+    rows += [record(rank, 0, group="pp", state="started" if rank else "completed") for rank in (0, 1, 2)]
+    rows += [record(0, 1, p2p=True, op="send")]
+    grid = ranks(write(tmp_path, rows), columns=9, rows=9)
+    assert (grid.group, grid.groups) == ("pp", ("tp", "pp"))
+    assert grid.note == "1 point-to-point or unnumbered operations are not in the grid"
+
+
+def test_the_window_holds_the_cursor_in_its_middle_until_an_end_is_reached(tmp_path: Path):
+    path = write(tmp_path, [record(rank, seq) for rank in (0, 1, 2) for seq in range(100)])
+    lefts = [ranks(path, columns=11, rows=2, at=at, row=1).left for at in (0, 5, 50, 97, 500)]
+    assert lefts == [0, 0, 45, 89, 89]
+    assert [ranks(path, columns=11, rows=2, at=0, row=row).top for row in (0, 1, 2)] == [0, 0, 1]
+
+
+def test_bars_are_on_the_scale_of_the_slowest_rank(tmp_path: Path):
+    summaries = [
+        {"rank": 0, "compute_ms": 50.0, "communication_ms": 40.0, "data_ms": 10.0},
+        {"rank": 1, "compute_ms": 50.0, "exit": {"kind": "oom"}},
+    ]
+    path = write(tmp_path, [], summaries)
+    grid = ranks(path, columns=40, rows=40)
+    assert (grid.columns, grid.longest_ms, [each.exit for each in grid.rows]) == (0, 100.0, ["", "oom"])
+    lines = grid_text(grid, 63).plain.split("\n")  # 63 cells leave 40 for the bar
+    assert lines[2].split()[2:] == ["C" * 20 + "M" * 16 + "D" * 4, "100", "ms"]
+    assert lines[3].split() == ["1", "oom", "C" * 20, "50", "ms"]
