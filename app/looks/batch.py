@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -239,6 +239,7 @@ def spec_of(faults: Sequence[str]) -> LossSpec | None:
     return spec
 
 
+@lru_cache(maxsize=4)
 def _table(capsule: Capsule, batch: Batch) -> _Table | None:
     """The batch by token; None where its token ids cannot be read."""
     ids = batch.input_ids

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -99,7 +98,9 @@ class _Index:
         return [part for part in found if len(part)]
 
 
-_indexes: WeakKeyDictionary[Capsule, _Index] = WeakKeyDictionary()
+@lru_cache(maxsize=4)
+def _index_of(capsule: Capsule) -> _Index:
+    return _Index(capsule)
 
 
 def layers(
@@ -124,7 +125,7 @@ def layers(
         micro: micro-batch, where a step has several; the first bad tensor's, else the first.
     """
     capsule = opened(path)
-    index = _indexes.setdefault(capsule, _Index(capsule))
+    index = _index_of(capsule)
     steps, full_steps = index.steps[kind], index.full_steps[kind]
     bad, trigger = index.first_bad, capsule.trigger
     if not len(steps):
