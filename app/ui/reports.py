@@ -52,10 +52,10 @@ class Reports:
 
         Args:
             path: the capsule's directory.
-            changed: when the capsule last changed; without it any report will do.
+            changed: when the capsule last changed; without it any report will do, and a failure is tried again.
         """
         kept = self._kept.get(path)
-        if kept is not None and (changed is None or kept.made_of == changed):
+        if kept is not None and (kept.report is not None if changed is None else kept.made_of == changed):
             return
         self._asked[path] = changed or 0.0
         self._link.ask(self._app, "analyze", {"path": path}, channel="verdict")
