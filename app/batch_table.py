@@ -33,7 +33,8 @@ def sample(sheet: BatchSheet, row: TokenRow, width: int, fault: bool = False) ->
     """The lines of one sample in ``width`` cells, and how many tokens of it they show."""
     lines = _lines(sheet, row, fault)
     gap = 0 if sheet.bytes else 1
-    widths = [max(cell_len(line.cells[at][0]) for line in lines) + gap for at in range(len(row.token))]
+    least = 2 if fault and row.fault else 1  # the fault's signs widen most cells of bytes: widen all alike
+    widths = [max(least, *(cell_len(line.cells[at][0]) for line in lines)) + gap for at in range(len(row.token))]
     room, fit = width - _HEAD - 1, 0
     while fit < len(widths) and room >= widths[fit]:
         room -= widths[fit]
