@@ -21,7 +21,7 @@ class TrainConfig:
 
     steps: int = 200
     batch_size: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     warmup_steps: int = 20
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
