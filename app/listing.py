@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -37,10 +38,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The capsules of a directory at one moment; ``version`` grows exactly when an entry changed."""
+    """The capsules of a directory at one moment; ``version`` is a digest of them, the same in every worker."""
 
     directory: str
-    version: int
+    version: str = ""
     entries: tuple[Entry, ...] = ()
     problem: str = ""
 
@@ -65,8 +66,6 @@ class Lister:
         self.directory = directory
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
-        self._version = 0
-        self._last = Listing(directory=str(directory), version=-1)
 
     def listing(self) -> Listing:
         """The directory as it is now. Never raises: what cannot be read is a row with words."""
@@ -82,10 +81,8 @@ class Lister:
             names = sorted(names)[:MAX_ENTRIES]
         self._seen = {name: seen for name in names if (seen := self._look(name)) is not None}
         entries = tuple(seen.entry for seen in self._seen.values())
-        if entries != self._last.entries or problem != self._last.problem:
-            self._version += 1
-        self._last = Listing(directory=str(self.directory), version=self._version, entries=entries, problem=problem)
-        return self._last
+        version = blake2b(msgspec.msgpack.encode((entries, problem)), digest_size=8).hexdigest()
+        return Listing(directory=str(self.directory), version=version, entries=entries, problem=problem)
 
     def _look(self, name: str) -> _Seen | None:
         path = self.directory / name

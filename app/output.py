@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from . import terminal
 from .text import one_line, safe_json
 
 if TYPE_CHECKING:
@@ -37,4 +38,5 @@ def console(width: int | None = None) -> Console:
     """The rich console for standard output: no markup, no emoji codes, no highlighting of look-alikes."""
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=False, width=width)
+    plain = False if terminal.cannot_position() else None
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=False, width=width, force_terminal=plain)

@@ -22,6 +22,7 @@ def main() -> None:
     # The answers get a descriptor of their own; whatever code here prints, even from C, goes to standard error.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    os.nice(5)  # the node's training job comes first
     _limit_memory(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()

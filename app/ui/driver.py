@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 from typing import Any
 
 from textual.drivers import linux_driver
+
+from .. import terminal
 
 #: A mouse report of the oldest protocol: three bytes follow, and beyond column 95 they are no UTF-8. tmux sends them
 #: after a reattach. There is no column to be had from them that the modern report does not give, so they are dropped.
@@ -45,6 +46,8 @@ _ASCII = str.maketrans(
         "²": "2",
         "○": "o",
         "‖": "|",
+        "⏎": "<",
+        **{chr(code): "*" for code in range(0x2801, 0x2900)},
     }
 )
 
@@ -68,14 +71,6 @@ class InputDecoder:
         return self._utf8.decode(data, final)
 
 
-def speaks_unicode() -> bool:
-    """Whether the locale says that the terminal shows UTF-8."""
-    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
-        if value := os.environ.get(name):
-            return "utf-8" in value.lower() or "utf8" in value.lower()
-    return False
-
-
 def _our_decoder(encoding: str) -> Any:
     return InputDecoder
 
@@ -85,7 +80,7 @@ class Driver(linux_driver.LinuxDriver):
 
     def __init__(self, app: Any, **options: Any) -> None:
         super().__init__(app, **options)
-        self._plain = not speaks_unicode()
+        self._plain = not terminal.speaks_unicode()
 
     def run_input_thread(self) -> None:
         """As Textual does, with our decoder in the place of the strict one that its module looks up by name."""

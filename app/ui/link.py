@@ -43,6 +43,7 @@ class _Line:
     waiting: OrderedDict[tuple[int, str, str], _Question] = field(default_factory=OrderedDict)
     wake: threading.Condition = field(default_factory=threading.Condition)
     thread: threading.Thread | None = None
+    working: bool = False
     closed: bool = False
 
 
@@ -84,6 +85,11 @@ class Link:
                 line.thread.start()
             line.wake.notify()
 
+    def is_idle(self, channel: Channel) -> bool:
+        """Whether nothing waits on this channel and nothing is being answered."""
+        line = self._lines[channel]
+        return not (line.waiting or line.working)
+
     def pids(self) -> tuple[int | None, ...]:
         """Process ids of the live workers."""
         return tuple(line.worker.pid for line in self._lines.values())
@@ -110,6 +116,7 @@ def _serve(line: _Line) -> None:
             if line.closed:
                 break
             _, question = line.waiting.popitem(last=False)
+            line.working = True
         result, problem = None, ""
         try:
             result = line.worker.call(question.method, question.params, question.timeout)
@@ -117,6 +124,7 @@ def _serve(line: _Line) -> None:
             problem = str(error)
         except Exception as error:  # the thread must live on, or the screen would wait for ever
             problem = f"{question.method}: {type(error).__name__}: {error}"
+        line.working = False
         if not line.closed:
             question.asker.post_message(Answer(question.method, question.params, result, problem))
     line.worker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ...analyzers.report import CapsuleReport
 if TYPE_CHECKING:
     from textual.app import App
 
+    from ..listing import Entry
     from .link import Answer, Link
 
 
@@ -60,9 +62,17 @@ class Reports:
         self._asked[path] = changed or 0.0
         self._link.ask(self._app, "analyze", {"path": path}, channel="verdict")
 
+    def look_ahead(self, entries: Iterable[Entry]) -> None:
+        """While nobody waits for a verdict, ask for the first of these that has none."""
+        if self._link.is_idle("verdict"):
+            for entry in entries:
+                if entry.path not in self._kept:
+                    self.want(entry.path, entry.changed)
+                    return
+
     def keep(self, answer: Answer) -> None:
         """Take an answer to ``analyze``; whoever listens to ``arrived`` is told."""
         path = answer.params["path"]
         report = None if answer.problem else msgspec.convert(answer.result, CapsuleReport)
-        self._kept[path] = Kept(report, answer.problem, self._asked.get(path, 0.0))
+        self._kept[path] = Kept(report, answer.problem, self._asked.pop(path, 0.0))
         self.arrived.publish(path)

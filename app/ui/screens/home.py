@@ -20,7 +20,7 @@ from ...looks.types import SeriesColumns
 from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
-from ..widgets.rows import Row, Rows
+from ..widgets.rows import Lazy, Row, Rows
 from ..widgets.timeline import Curve, Timeline
 from ..widgets.verdict import Advice, Verdict
 from .capsule import CapsuleScreen, case_query
@@ -44,6 +44,9 @@ _NEED = tuple(STATES)
 
 #: Series of the small timelines: the scalar, its label.
 _SMALL = (("loss", "loss"), ("grad_norm", "grad norm"), ("learning_rate", "lr"), ("memory_allocated", "memory"))
+
+#: Capsules that get a verdict before anyone looks at them.
+_AHEAD = 30
 
 _EMPTY = """
  No capsule here yet.
@@ -77,6 +80,7 @@ class HomeScreen(Screen[None]):
         self._filter = ""
         self._paused = False
         self._restored = False
+        self._shown_head = Text()
 
     @property
     def twin(self) -> str:
@@ -128,7 +132,7 @@ class HomeScreen(Screen[None]):
 
     def _poll(self) -> None:
         if not self._paused:
-            known = self._listing.version if self._listing is not None else -1
+            known = self._listing.version if self._listing is not None else ""
             self.console_app.link.ask(self, "listing", {"directory": str(self.directory), "known": known})
 
     @on(Answer)
@@ -146,10 +150,18 @@ class HomeScreen(Screen[None]):
             if not self._restored:
                 self._restored = True
                 self._rows.select(self.console_app.state.capsule)
+            self._look_ahead()
         self._head()
+
+    def _look_ahead(self) -> None:
+        """Verdicts for the newest capsules, so that the list says which one needs me; not for thousands of old ones."""
+        entries = self._listing.entries if self._listing is not None else ()
+        newest = sorted((each for each in entries if not each.problem), key=lambda each: -each.changed)[:_AHEAD]
+        self.console_app.reports.look_ahead(each for each in newest if each.status != "recording")
 
     def _analysed(self, path: str) -> None:
         self._fill()
+        self._look_ahead()
         if self._selected is not None and self._selected.path == path:
             self._show_report(self._selected)
 
@@ -211,7 +223,9 @@ class HomeScreen(Screen[None]):
         rows = self._rows
         rows.empty = " no capsule holds these words" if words else _EMPTY
         width = max(20, rows.size.width)
-        rows.set_rows([Row(each.path, self._line(each, width), each) for each in shown])
+        rows.set_rows(
+            Lazy([each.path for each in shown], lambda at: Row(shown[at].path, self._line(shown[at], width), shown[at]))
+        )
 
     def _line(self, entry: Entry, width: int) -> Text:
         """Sign, time, name, and what happened, in ``width`` cells."""
@@ -245,7 +259,9 @@ class HomeScreen(Screen[None]):
         right = f"{time.strftime('%H:%M')}  ? help "
         gap = max(1, self.app.size.width - words.cell_len - len(right))
         words.append(" " * gap + right, "dim")
-        self.query_one("#where", Static).update(words)
+        if words != self._shown_head:  # an unchanged line would still be sent to the terminal
+            self._shown_head = words
+            self.query_one("#where", Static).update(words)
 
     # -- the chosen capsule
 

@@ -108,6 +108,7 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
     def __init__(self, *, empty: str = "", id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self._rows: Sequence[Row[Item]] = ()
+        self._drawn: dict[int, Text] = {}
         self.empty = empty
 
     @property
@@ -130,7 +131,8 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         else:
             top = self.scroll_offset.y
             for y in range(top, min(len(rows), top + self.size.height)):
-                if before[y].text != rows[y].text:
+                # Compared with what was drawn: rows made lazily would tell today's text for both.
+                if self._drawn.get(y) != rows[y].text:
                     self.refresh(Region(0, y - top, self.size.width, 1))
         moved = cursor != self.cursor
         self.set_reactive(Rows.cursor, cursor)
@@ -161,7 +163,7 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         style = self.rich_style
         if index == self.cursor:
             style += self.get_component_rich_style("rows--cursor", partial=not self.has_focus)
-        text = self._rows[index].text
+        text = self._drawn[index] = self._rows[index].text
         segments = [
             Segment(segment.text, style + segment.style if segment.style else style)
             for segment in text.render(self.app.console)

@@ -19,6 +19,7 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
+from ... import terminal
 from ...numbers import compact
 from ..raster import PIXELS, Axis, Cell, Charset, draw, fit_axis
 
@@ -95,10 +96,10 @@ class Timeline(Widget):
             """The widget, for selectors."""
             return self.timeline
 
-    def __init__(self, name: str, *, charset: Charset = "braille", steps: bool = True, id: str | None = None) -> None:
+    def __init__(self, name: str, *, charset: Charset | None = None, steps: bool = True, id: str | None = None) -> None:
         super().__init__(id=id)
         self.series = name
-        self.charset: Charset = charset
+        self.charset: Charset = charset or ("braille" if terminal.speaks_unicode() else "ascii")
         self.steps = steps  # whether the lowest line is the axis of steps
         self.window = Window()
         self.log_axis = False
