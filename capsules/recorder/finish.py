@@ -19,7 +19,7 @@ from .device import DeviceScalars
 from .loop import Loop
 from .observed import observed_facts
 from .output import Output, read_samples, standard_scalars
-from .parameters import group_records, unowned_records
+from .parameters import group_records
 from .ring import Ring
 from .tape import UNKNOWN, Row
 from .triggers import Limits, OddSample, Spike, Trigger, first_bad
@@ -188,11 +188,8 @@ class Finisher:
         for parameter, update in zip(parameters, updates, strict=True):
             window.later(parameter, window.parameter_values.append)
             window.later(update, window.update_values.append)
-        if loop.large_sample is not None and (large := loop.large_sample.after()) is not None:
-            updates = large[1]
-        names = (loop.large_sample or loop.sample).names
-        for name, update in zip(names, updates, strict=True):
-            window.later(update, lambda v, n=name: window.update_norms.__setitem__(n, v))
+        if loop.large_sample is not None:
+            loop.large_sample.subtract()
 
     @torch.no_grad()
     def _measure_parameters(self) -> None:
@@ -206,7 +203,7 @@ class Finisher:
                 loop.tape.rows.append(Row(name, "parameter", about, 0, 0, full=statistics.full(local)))
         for name, change in loop.changes().items():
             about = statistics.describe(change)
-            loop.tape.rows.append(Row(name, "update", about, 0, 0, full=statistics.full(-change)))
+            loop.tape.rows.append(Row(name, "update", about, 0, 0, full=statistics.full(change)))
 
     def _judge(self, window: Window, rows: list[Row], values: dict[str, float]) -> list[Trigger]:
         """The triggers of this window that may fire, requests included."""
@@ -273,12 +270,7 @@ class Finisher:
     def _write_groups(self, window: Window) -> None:
         loop = self._loop
         norms = {name: float(row.norm) for name, row in window.gradients.items()}
-        names = loop.hooks.parameters
-        records = group_records(window.step, loop.optimizers, names, norms, window.update_norms, loop.changes())
-        owned = {record["name"] for record in records}
-        if loop.optimizers:
-            parameters = {names[id(p)]: p for p in loop.hooks.root.parameters() if id(p) in names}
-            records += unowned_records(window.step, parameters, owned, norms)
+        records = group_records(window.step, loop.optimizers, loop.parameters(), norms, loop.changes())
         if records:
             self._writer.records("param_groups", records)
 

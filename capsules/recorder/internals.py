@@ -25,16 +25,6 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """``targets[i][...] = sources[i]``, fused."""
-    torch._foreach_copy_(targets, sources)
-
-
-def subtract_all(targets: list[Tensor], others: list[Tensor]) -> None:
-    """``targets[i] -= others[i]``, fused."""
-    torch._foreach_sub_(targets, others)
-
-
 def fused_norms(tensors: list[Tensor]) -> list[Tensor]:
     """‖tensor‖₂ of tensors of one dtype on one device, fused, accumulated in float32 or wider."""
     if tensors[0].dtype in (torch.float32, torch.float64):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from . import batch, statistics
 from .hooks import ModuleHooks
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
 from .ring import Micro
-from .tape import Row, Tape
+from .tape import Row, Tape, gather
 from .window import Window
 
 Attempt = Callable[[str, Callable[[], None]], None]
@@ -191,7 +191,7 @@ class Loop:
         micro.loss_dtype = str(detached.dtype).removeprefix("torch.")
         row = self.tape.reserve("loss", "loss")
         row.about = self.hooks.describe("loss", "loss", detached)
-        row.norm = detached.item() if detached.device.type == "cpu" else detached
+        row.norm = detached.item() if statistics.at_hand(detached) else detached
         window.losses.append(row)
 
     def measure_gradients(self) -> None:
@@ -218,15 +218,26 @@ class Loop:
                 measured.append((row, statistics.local(gradient)))
         if not measured:
             return
+        window.gradients.update((row.name, row) for row, _ in measured)
+        on_cpu = all(statistics.at_hand(gradient) for _, gradient in measured)
+        if self.tape.everything:
+            for row, gradient in measured:
+                self._measure_whole(row, gradient, on_cpu)
+            return
         norms = gradient_norms([gradient for _, gradient in measured])
-        on_cpu = all(norm.device.type == "cpu" for norm in norms)
-        numbers = torch.stack([norm.double() for norm in norms]).tolist() if on_cpu else norms
+        numbers = [values[0] for values in gather(norms)] if on_cpu else norms
         for (row, gradient), norm in zip(measured, numbers, strict=True):
             row.norm = norm
-            window.gradients[row.name] = row
-            if self.tape.everything or (on_cpu and not math.isfinite(float(norm))):
-                row.full = statistics.full(gradient)
-                self.tape.everything = self.tape.everything or (on_cpu and row.bad)
+            if on_cpu and not math.isfinite(cast(float, norm)):
+                self._measure_whole(row, gradient, on_cpu)
+                self.tape.everything = self.tape.everything or row.bad
+
+    def _measure_whole(self, row: Row, gradient: Tensor, on_cpu: bool) -> None:
+        row.full = statistics.full(gradient)
+        if on_cpu:
+            row.norm = statistics.norm_of(cast("statistics.Numbers", row.full), gradient.numel())
+        else:
+            row.norm = statistics.norm(gradient)
 
     def _unannounced(self) -> list[tuple[Row, Tensor]]:
         """Gradients whose parameters' hooks do not fire (FSDP2 sets them itself), last defined first."""
@@ -295,22 +306,23 @@ class Loop:
     def _copy_parameters(self) -> None:
         window = self.window
         if self.sample is None:
-            on_cpu = all(p.device.type == "cpu" for p in self._named_parameters().values())
+            on_cpu = all(p.device.type == "cpu" for p in self.parameters().values())
             limit = None if self._whole_updates else CPU_BYTES if on_cpu else DEVICE_BYTES
-            self.sample = UpdateSample(self._named_parameters(), limit)
+            self.sample = UpdateSample(self.parameters(), limit)
         self.sample.before()
         if window is not None and window.everything and not self._whole_updates:
-            self.large_sample = self.large_sample or UpdateSample(self._named_parameters(), WHOLE_BYTES)
+            self.large_sample = self.large_sample or UpdateSample(self.parameters(), WHOLE_BYTES)
             self.large_sample.before()
         else:
             self.large_sample = None  # its memory is the job's again
 
-    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The model's parameters by name."""
         names = self.hooks.parameters
         return {names[id(p)]: p for p in self.hooks.root.parameters() if id(p) in names}
 
     def changes(self) -> dict[str, Tensor]:
-        """Parameters before minus after the step of this window, the largest sample there is; empty without a step."""
+        """Parameters after minus before the step of this window, the largest sample there is; empty without a step."""
         sample = self.large_sample or self.sample
         return sample.changes() if sample is not None and self.measured_update else {}
 

@@ -99,7 +99,7 @@ class Output:
         mask = micro.arrays.get("loss_mask")
         if mask is not None and mask.shape == counted.shape:
             counted = counted & (mask != 0)
-        return counted.sum() if labels.device.type != "cpu" else int(counted.sum())
+        return int(counted.sum()) if statistics.at_hand(labels) else counted.sum()
 
     def _step_begin(self, window: Window, micro: Micro) -> dict[str, Any]:
         begin: dict[str, Any] = {"kind": "step_begin", "step": window.step, "micro": micro.index, "t": micro.began}

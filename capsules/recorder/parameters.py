@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import statistics
-from .internals import copy_all, fused_norms, subtract_all
+from .internals import fused_norms
 from .tape import gather
 
 # Copied before every step: at most this much on a device, and less on a CPU, where a copy costs what a step costs.
@@ -16,6 +17,17 @@ DEVICE_BYTES = 64 << 20
 CPU_BYTES = 1 << 20
 # Copied before a step whose updates are written as full rows.
 WHOLE_BYTES = 64 << 20
+
+
+@dataclass
+class _Group:
+    """The sample of one dtype and device: views of the parameters, and one flat copy of them all."""
+
+    names: list[str]
+    views: list[Tensor]  # 1-D, into the parameters' own storage
+    shapes: list[tuple[int, ...]]
+    before: Tensor
+    after: Tensor
 
 
 class UpdateSample:
@@ -33,31 +45,29 @@ class UpdateSample:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._limit = limit
         self._pointers: list[int] = []
-        self._groups: list[tuple[list[str], list[Tensor], list[Tensor]]] = []
+        self._groups: list[_Group] = []
         self._fresh = False
 
     def _build(self) -> None:
-        """Views of the sample and buffers of the same shape, one group a dtype and device for the fused operations."""
-        locals_ = {name: statistics.local(p) for name, p in self._parameters.items()}
-        locals_ = {name: p for name, p in locals_.items() if p.is_floating_point() and p.numel()}
-        size = sum(p.numel() * p.element_size() for p in locals_.values())
+        local = {name: statistics.local(p) for name, p in self._parameters.items()}
+        local = {name: p for name, p in local.items() if p.is_floating_point() and p.numel() and p.is_contiguous()}
+        size = sum(p.numel() * p.element_size() for p in local.values())
         limit = size if self._limit is None else self._limit
-        groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[Tensor], list[Tensor]]] = {}
-        left, remaining = limit, len(locals_)
-        for name, p in sorted(locals_.items(), key=lambda item: item[1].numel()):  # small ones leave room to others
-            view = p
+        members: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor, tuple[int, ...]]]] = {}
+        left, remaining = limit, len(local)
+        for name, p in sorted(local.items(), key=lambda item: item[1].numel()):  # small ones leave room to others
+            view, shape = p.view(-1), tuple(p.shape)
             if size > limit:
-                if not p.is_contiguous():
-                    remaining -= 1
-                    continue
-                view = p.view(-1)[: max(1, left // remaining // p.element_size())]
+                view = view[: max(1, left // remaining // p.element_size())]
+                shape = shape if view.numel() == p.numel() else tuple(view.shape)
                 left -= view.numel() * view.element_size()
-                remaining -= 1
-            names, views, buffers = groups.setdefault((p.dtype, p.device), ([], [], []))
-            names.append(name)
-            views.append(view)
-            buffers.append(torch.empty_like(view))
-        self._groups = list(groups.values())
+            remaining -= 1
+            members.setdefault((p.dtype, p.device), []).append((name, view, shape))
+        self._groups = []
+        for found in members.values():
+            names, views, shapes = (list(column) for column in zip(*found, strict=True))
+            before = torch.cat(views)
+            self._groups.append(_Group(names, views, shapes, before, torch.empty_like(before)))
 
     @torch.no_grad()
     def before(self) -> None:
@@ -66,32 +76,37 @@ class UpdateSample:
         if pointers != self._pointers:
             self._build()
             self._pointers = pointers
-        for _, views, buffers in self._groups:
-            copy_all(buffers, views)
+        else:
+            for group in self._groups:
+                torch.cat(group.views, out=group.before)
         self._fresh = True
 
     @torch.no_grad()
+    def subtract(self) -> None:
+        """Take the difference to the copy; ``changes`` hands it out."""
+        for group in self._groups:
+            torch.cat(group.views, out=group.after)
+            torch.sub(group.after, group.before, out=group.after)
+
+    @torch.no_grad()
     def after(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Norms of parameters (before the step) and of their updates, one of each a group member, on their devices."""
+        """‖before‖ and ‖after - before‖ for each dtype and device, still on it; None where nothing was copied."""
         if not self._fresh:
             return None
         self._fresh = False
-        parameters: list[Tensor] = []
-        updates: list[Tensor] = []
-        for _, views, buffers in self._groups:
-            parameters += fused_norms(buffers)
-            subtract_all(buffers, views)
-            updates += fused_norms(buffers)
-        return parameters, updates
+        parameters = [statistics.norm(group.before) for group in self._groups]
+        self.subtract()
+        return parameters, [statistics.norm(group.after) for group in self._groups]
 
     def changes(self) -> dict[str, Tensor]:
-        """Before minus after of each sampled parameter, from the latest step."""
-        return {name: buffer for names, _, buffers in self._groups for name, buffer in zip(names, buffers, strict=True)}
-
-    @property
-    def names(self) -> list[str]:
-        """Names in the order of ``after``."""
-        return [name for names, _, _ in self._groups for name in names]
+        """After minus before by name, from the latest step; in the parameter's shape where all of it was sampled."""
+        return {
+            name: piece.view(shape)
+            for group in self._groups
+            for name, piece, shape in zip(
+                group.names, group.after.split([view.numel() for view in group.views]), group.shapes, strict=True
+            )
+        }
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
@@ -107,19 +122,22 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def group_records(
-    step: int, optimizers: list[Any], names: dict[int, str], norms: dict[str, float], updates: dict[str, float],
+    step: int,
+    optimizers: list[Any],
+    parameters: dict[str, nn.Parameter],
+    norms: dict[str, float],
     changes: dict[str, Tensor],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Rows of the ``param_groups`` stream: every parameter, the group it is in, and its optimizer state.
 
     Args:
         step: the window.
-        optimizers: those that step the model.
-        names: id of a parameter → name, of all parameters of the model.
+        optimizers: those that step the model; without one there is nothing to say.
+        parameters: all of the model's, by name.
         norms: gradient norms of this window by name.
-        updates: update norms of this window by name.
-        changes: before minus after of sampled elements by name.
+        changes: after minus before of the sampled elements by name.
     """
+    names = {id(parameter): name for name, parameter in parameters.items()}
     records: list[dict[str, Any]] = []
     waiting: list[Tensor] = []
     owners: list[tuple[dict[str, Any], list[tuple[str, str, int]]]] = []
@@ -133,7 +151,7 @@ def group_records(
                 record, state = _parameter_record(parameter, optimizer.state.get(parameter, {}))
                 record |= {"step": step, "group": group_number, "name": name, "in_optimizer": True}
                 record |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
-                record |= _known(name, norms, updates)
+                record |= _gradient(name, norms)
                 places: list[tuple[str, str, int]] = []
                 for key, tensor in state.items():
                     places.append((key, str(tensor.dtype).removeprefix("torch."), tensor.numel()))
@@ -142,6 +160,9 @@ def group_records(
                 if moved is not None:
                     places.append(("moved", "", moved.numel()))
                     waiting.append((moved != 0).sum())
+                    if moved.shape == parameter.shape:
+                        places.append(("update", "", 1))
+                        waiting.append(statistics.norm(moved))
                 records.append(record)
                 owners.append((record, places))
             group_number += 1
@@ -151,21 +172,18 @@ def group_records(
             value = next(values)[0]
             if key == "moved":
                 record["moved_fraction"] = value / size
+            elif key == "update":
+                record["update_norm"] = value
             else:
                 record.setdefault("state", {})[key] = {"dtype": dtype, "rms": value / max(size, 1) ** 0.5}
+    owned = {record["name"] for record in records}
+    if optimizers:
+        records += [
+            _parameter_record(p, {})[0] | {"step": step, "name": name, "in_optimizer": False} | _gradient(name, norms)
+            for name, p in parameters.items()
+            if name not in owned
+        ]
     return records
-
-
-def unowned_records(step: int, parameters: dict[str, nn.Parameter], owned: set[str], norms: dict[str, float],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows for the model's parameters that are in no group of any optimizer."""
-    return [
-        _parameter_record(parameter, {})[0]
-        | {"step": step, "name": name, "in_optimizer": False}
-        | _known(name, norms, {})
-        for name, parameter in parameters.items()
-        if name not in owned
-    ]
 
 
 def _parameter_record(parameter: Tensor, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -173,7 +191,6 @@ def _parameter_record(parameter: Tensor, state: dict[str, Any]) -> tuple[dict[st
         "shape": list(parameter.shape),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "requires_grad": parameter.requires_grad,
-        "has_grad": False,
     }
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
@@ -184,10 +201,5 @@ def _parameter_record(parameter: Tensor, state: dict[str, Any]) -> tuple[dict[st
     return record, tensors
 
 
-def _known(name: str, norms: dict[str, float], updates: dict[str, float]) -> dict[str, Any]:
-    known: dict[str, Any] = {"has_grad": name in norms}
-    if name in norms:
-        known["grad_norm"] = norms[name]
-    if name in updates:
-        known["update_norm"] = updates[name]
-    return known
+def _gradient(name: str, norms: dict[str, float]) -> dict[str, Any]:
+    return {"has_grad": True, "grad_norm": norms[name]} if name in norms else {"has_grad": False}

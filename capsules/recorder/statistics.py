@@ -40,6 +40,11 @@ def is_readable(tensor: Tensor) -> bool:
     )
 
 
+def at_hand(tensor: Tensor) -> bool:
+    """Whether reading a value costs nothing: on a device it would wait for everything before it."""
+    return tensor.device.type == "cpu"
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part that lives on this rank, detached; a DTensor gives its shard and starts no collective."""
     if type(tensor) in _PLAIN:
@@ -71,10 +76,19 @@ def full(tensor: Tensor) -> Numbers | Tensor:
         are none. ``subnormals`` are judged by the tensor's own dtype.
     """
     flat = _flat(tensor)
-    if flat.device.type != "cpu":
+    if not at_hand(flat):
         return _full_on_device(flat)
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are what this looks for
         return _finish(_full_on_cpu(flat))
+
+
+def norm_of(numbers: Numbers, numel: int) -> float:
+    """The norm that belongs to full statistics on the host: NaN or Inf where an element is."""
+    if numbers["nan"]:
+        return math.nan
+    if numbers["posinf"] or numbers["neginf"]:
+        return math.inf
+    return numbers["rms"] * math.sqrt(numel) if numel else 0.0
 
 
 def unpack(row: list[float]) -> Numbers:
@@ -141,14 +155,10 @@ def _add(sums: _Sums, values: Array, scratch: Array, tiny: float) -> None:
         scratch = np.empty(values.size, np.float64)
         square = _product(values, values)
     magnitudes = np.abs(values, out=scratch[: values.size])
-    ones = _ONES.get(values.dtype.char)
-    if ones is None:
-        ones = _ONES[values.dtype.char] = np.ones(CPU_PIECE, values.dtype)
-    ones = ones[: values.size]
     sums.finite += values.size
     sums.square += square
-    sums.sum += _product(values, ones)
-    sums.absolute += _product(magnitudes, ones)
+    sums.sum += _product(values, None)
+    sums.absolute += _product(magnitudes, None)
     sums.low = min(sums.low, float(values.min()))
     sums.high = max(sums.high, float(values.max()))
     if float(magnitudes.min()) < tiny:
@@ -157,18 +167,22 @@ def _add(sums: _Sums, values: Array, scratch: Array, tiny: float) -> None:
         sums.subnormals += int(np.count_nonzero(magnitudes < tiny)) - zeros
 
 
-_ONES: dict[str, Array] = {}
+_ONES: dict[str, Array] = {kind: np.ones(_ROW, kind) for kind in ("f", "d")}
 
 
-def _product(a: Array, b: Array) -> float:
-    """Σ a·b, summed in float64 over rows short enough that BLAS does not wake its threads for them."""
+def _product(a: Array, b: Array | None) -> float:
+    """Σ a·b, or Σ a, in rows short enough that BLAS wakes no threads for them: the job's own work needs the cores."""
+    ones = _ONES[a.dtype.char]
     rows = a.size // _ROW
     head = rows * _ROW
     total = 0.0
     if rows:
-        products = np.matmul(a[:head].reshape(rows, 1, _ROW), b[:head].reshape(rows, _ROW, 1))
-        total = float(products.sum(dtype=np.float64))
-    return total + float(np.dot(a[head:], b[head:])) if head < a.size else total
+        column = ones.reshape(1, _ROW, 1) if b is None else b[:head].reshape(rows, _ROW, 1)
+        total = float(np.matmul(a[:head].reshape(rows, 1, _ROW), column).ravel().dot(ones[:rows]))
+    if head == a.size:
+        return total
+    rest = a[head:]
+    return total + float(rest.dot(ones[: rest.size] if b is None else b[head:]))
 
 
 def _centred_square(flat: Tensor, mean: float) -> float:

@@ -117,14 +117,17 @@ class Tape:
         """Append a row for ``tensor``: its norm, and where that is not finite or ``everything`` is on, all of it."""
         values = statistics.local(tensor)
         row = Row(name, role, about or statistics.describe(values), self.micro, call)
-        if values.device.type == "cpu":
-            row.norm = norm = statistics.norm(values).item()
-            if not math.isfinite(norm):
+        if statistics.at_hand(values):
+            if self.everything:
+                row.full = statistics.full(values)  # the norm is among them
+            elif not math.isfinite(norm := statistics.norm(values).item()):
                 row.full = statistics.full(values)
                 # From the first bad tensor on everything of this step is of interest, and on a CPU still at hand.
-                self.everything = self.everything or row.bad
-            elif self.everything:
-                row.full = statistics.full(values)
+                self.everything = row.bad
+            else:
+                row.norm = norm
+            if row.full is not None:
+                row.norm = statistics.norm_of(cast("statistics.Numbers", row.full), values.numel())
         else:
             row.norm = statistics.norm(values)
             if self.everything:

@@ -48,7 +48,6 @@ class Window:
     local_values: list[float] = field(default_factory=list[float])
     parameter_values: list[float] = field(default_factory=list[float])
     update_values: list[float] = field(default_factory=list[float])
-    update_norms: dict[str, float] = field(default_factory=dict[str, float])
     waiting: list[tuple[Tensor, Callable[[list[float]], None]]] = field(
         default_factory=list[tuple[Tensor, Callable[[list[float]], None]]]
     )

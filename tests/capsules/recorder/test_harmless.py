@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from llmconsole.capsules import Capsule, Recorder
-from llmconsole.capsules.recorder import statistics
+from llmconsole.capsules.recorder.tape import Row, Tape
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
@@ -156,12 +156,12 @@ class TestErrorsInside:
     def test_a_part_that_fails_is_given_up_with_one_warning_and_the_rest_goes_on(
         self, run: Any, gpt: Any, monkeypatch: Any, caplog: Any
     ) -> None:
-        def broken(tensor: Tensor) -> Tensor:
+        def broken(*arguments: Any) -> Row:
             raise RuntimeError("no norm today\nwith a second line")
 
         recording = run()
         recording.train(1)
-        monkeypatch.setattr(statistics, "norm", broken)
+        monkeypatch.setattr(Tape, "measure", broken)
         losses = recording.train(3)
         assert len(losses) == 3
         warned = [record.getMessage() for record in caplog.records if record.name == "llmconsole.recorder"]

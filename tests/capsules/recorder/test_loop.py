@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from llmconsole.capsules import Capsule
+from llmconsole.capsules.recorder import statistics
 from torch import Tensor
 
 
@@ -407,3 +408,46 @@ def test_the_manifest_tells_model_optimizer_and_environment(run: Any) -> None:
     assert "abcdef" not in str(manifest.raw)
     assert len(manifest.identity.model.sha256) == 64
     assert manifest.position.global_step == 0
+
+
+class TestOnADevice:
+    """The path that reads nothing before the window ends, taken with tensors of the CPU."""
+
+    @pytest.fixture(params=[1, 1000], ids=["full statistics", "norms"])
+    def pair(self, run: Any, monkeypatch: Any, request: Any) -> tuple[Capsule, Capsule]:
+        def record() -> Capsule:
+            recording = run(statistics_every=request.param, every=1000)
+            recording.train(4, spoil=lambda step, loss: loss * math.nan if step == 3 else loss)
+            return recording.capsule()
+
+        at_hand = record()
+        monkeypatch.setattr(statistics, "at_hand", lambda tensor: False)
+        return at_hand, record()
+
+    def test_rows_scalars_and_trigger_are_those_of_the_direct_path(self, pair: tuple[Capsule, Capsule]) -> None:
+        expected, found = pair
+        for step in range(3):
+            one, other = expected.stats(step=step), found.stats(step=step)
+            assert list(one.name) == list(other.name)
+            assert other.rms == pytest.approx(one.rms, rel=1e-5)
+        for name in ("loss", "grad_norm", "update_norm", "tokens"):
+            assert found.scalars(name).value == pytest.approx(expected.scalars(name).value, rel=1e-5, nan_ok=True)
+        assert found.trigger.step == expected.trigger.step == 3
+        assert found.trigger.message == expected.trigger.message
+        assert [row["loss"] for row in found.records("samples")] == pytest.approx(
+            [row["loss"] for row in expected.records("samples")], rel=1e-6
+        )
+
+    def test_nothing_is_read_while_forward_and_backward_run(self, run: Any, gpt: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr(statistics, "at_hand", lambda tensor: False)
+        recording = run()
+        reads: list[str] = []
+        item, tolist = Tensor.item, Tensor.tolist
+        inputs, targets = gpt.shifted(0)
+        with recording.recorder.step(batch=(inputs, targets)):
+            monkeypatch.setattr(Tensor, "item", lambda self: reads.append("item") or item(self))
+            monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append("tolist") or tolist(self))
+            gpt.cross_entropy(recording.model(inputs), targets).backward()
+            assert reads == []
+            recording.optimizer.step()
+        assert "tolist" in reads
