@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 @rule(
     "data/poison-sample",
+    cases=("poison-sample",),
     stage="data",
     needs=("records.samples|batches.token_loss",),
     # Weights that were replaced make some sample the worst by far; so does a loss of next to nothing.

@@ -28,6 +28,7 @@ SYMPTOM_WORDS = {
 
 @rule(
     "numerics/learning-rate",
+    cases=("learning-rate-too-high",),
     stage="numerics",
     needs=("scalars.learning_rate|scalars.update_norm",),
 )

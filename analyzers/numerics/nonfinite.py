@@ -24,6 +24,7 @@ LOGGED_TOGETHER = ("memory_allocated", "memory_reserved", "memory_peak", "step_t
 
 @rule(
     "numerics/first-nonfinite",
+    cases=("nan-in-mid-run",),
     stage="numerics",
     needs=("stats",),
     explained_by=(
@@ -137,6 +138,7 @@ def _size(stats: Any, row: int) -> float:
 
 @rule(
     "numerics/loss-nonfinite",
+    cases=("nan-at-first-step", "nan-in-mid-run"),
     stage="numerics",
     needs=("scalars.loss",),
     explained_by=(

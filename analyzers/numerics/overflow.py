@@ -177,6 +177,7 @@ def scale_collapse(capsule: Capsule) -> tuple[int, list[float]] | None:
 
 @rule(
     "numerics/fp16-overflow",
+    cases=("nan-in-mid-run",),
     stage="numerics",
     needs=("stats|scalars.loss_scale",),
     explained_by=("numerics/learning-rate", "data/poison-sample", "data/token-out-of-vocabulary"),

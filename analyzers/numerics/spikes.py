@@ -101,6 +101,7 @@ def periodic(steps: list[int], start: int) -> bool:
 
 @rule(
     "numerics/loss-spike",
+    cases=("loss-spike",),
     stage="numerics",
     severity="warning",
     needs=("scalars.loss",),
@@ -243,6 +244,7 @@ def _spike_cause(capsule: Capsule, step: int) -> tuple[str | None, tuple[Evidenc
 
 @rule(
     "numerics/gradient-explosion",
+    cases=("loss-spike",),
     stage="numerics",
     severity="warning",
     needs=("scalars.grad_norm",),
