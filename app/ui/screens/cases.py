@@ -21,6 +21,7 @@ from ...looks.types import CaseCard, CaseHistory, CaseLine, CaseList
 from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
+from ..widgets.line import Line
 from ..widgets.rows import Row, Rows
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class CasesScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         """Where am I, the box, what it found, the card, the keys."""
         yield Static(id="where")
-        yield Input(self.query_text, placeholder=_PLACEHOLDER, id="query", compact=True)
+        yield Line(self.query_text, placeholder=_PLACEHOLDER, id="query", compact=True)
         with Horizontal(id="body"):
             yield Rows[CaseLine](empty=" reading the case log …", id="found")
             with VerticalScroll(id="card"):

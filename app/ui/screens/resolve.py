@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -61,7 +62,10 @@ class ResolveScreen(Screen[None]):
     """
 
     CSS_PATH = "resolve.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("resolve")]
+    # The keys that change the field come before the fields themselves, or keys typed ahead would miss the new one.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        replace(each, priority=each.action.startswith(("field", "next"))) for each in bindings("resolve")
+    ]
     scopes = ("resolve",)
     signs = "✗ what is missing or wrong, with words below the field"
 
@@ -189,25 +193,29 @@ class ResolveScreen(Screen[None]):
             params = {"id": message.value, "start": form["repository"].value or str(self.start)}
             self._main.link.ask(self, "case_card", params)
 
-    @on(Form.Filled)
-    def _filled(self) -> None:
-        self.query_one("#review").focus()
-
     def action_field(self, by: int) -> None:
         """Move between fields; below the last one is the button."""
-        self._form.move(by if not self.query_one("#review").has_focus or by > 0 else 0)
-        if by < 0 and self.query_one("#review").has_focus:
-            self._form[_FIELDS[-1][0]].box.focus()
+        if not self._form.move(by):
+            self.set_focus(self.query_one("#review"))
+
+    def action_next(self) -> None:
+        """The next field; on the button what the button says."""
+        if self.focused is self.query_one("#review"):
+            self.action_review()
+        else:
+            self.action_field(1)
 
     @on(Button.Pressed, "#review")
     def _pressed(self) -> None:
         self.action_review()
 
     def action_review(self) -> None:
-        """Have the worker plan the commit."""
-        if self._asked:
-            return
-        self._asked = True
+        """Have the worker plan the commit, once all that was typed has arrived in its field."""
+        if not self._asked:
+            self._asked = True
+            self.call_after_refresh(self._ask_plan)
+
+    def _ask_plan(self) -> None:
         statement = self._form.values
         repository = statement.pop("repository") or str(self.start)
         self._say("Working out file, diff and message …")

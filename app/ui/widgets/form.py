@@ -11,11 +11,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Key
-from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Static
+
+from .line import Line
 
 
 class Choice(Widget, can_focus=True):
@@ -28,13 +29,9 @@ class Choice(Widget, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space", "turn(1)", show=False),
         Binding("left", "turn(-1)", show=False),
-        Binding("enter", "done", show=False),
     ]
 
     value: reactive[str] = reactive("")
-
-    class Submitted(Message):
-        """Enter was pressed."""
 
     def __init__(self, options: Sequence[str], *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -51,10 +48,6 @@ class Choice(Widget, can_focus=True):
         """Go round the words."""
         place = self.options.index(self.value) if self.value in self.options else 0
         self.value = self.options[(place + by) % len(self.options)]
-
-    def action_done(self) -> None:
-        """On to the next field."""
-        self.post_message(self.Submitted())
 
     def on_key(self, event: Key) -> None:
         """A letter jumps."""
@@ -79,8 +72,8 @@ class Field(Vertical):
     Field { height: auto; }
     Field Horizontal { height: 1; }
     Field .label { width: 20; padding: 0 1; }
-    Field Input { width: 1fr; height: 1; border: none; padding: 0 1; background: $boost; }
-    Field Input:focus { background: $primary 30%; border: none; }
+    Field Line { width: 1fr; height: 1; border: none; padding: 0 1; background: $boost; }
+    Field Line:focus { background: $primary 30%; border: none; }
     Field .wrong { display: none; height: auto; padding: 0 1 0 20; color: $error; }
     Field.bad .wrong { display: block; }
     Field.bad .label { color: $error; text-style: bold; }
@@ -97,15 +90,15 @@ class Field(Vertical):
             if self._options:
                 yield Choice(self._options)
             else:
-                box = Input(placeholder=self.hint, compact=True, select_on_focus=False)
+                box = Line(placeholder=self.hint, compact=True, select_on_focus=False)
                 box.cursor_blink = False
                 yield box
         yield Static(classes="wrong", markup=False)
 
     @property
-    def box(self) -> Input | Choice:
+    def box(self) -> Line | Choice:
         """The widget that holds the value."""
-        return self.query_one(Choice) if self._options else self.query_one(Input)
+        return self.query_one(Choice) if self._options else self.query_one(Line)
 
     @property
     def value(self) -> str:
@@ -119,7 +112,7 @@ class Field(Vertical):
 
     def on_descendant_focus(self) -> None:
         """One goes on writing at the end."""
-        if isinstance(self.box, Input):
+        if isinstance(self.box, Line):
             self.box.cursor_position = len(self.box.value)
 
     def on_descendant_blur(self) -> None:
@@ -127,15 +120,15 @@ class Field(Vertical):
         self._show_beginning()
 
     def _show_beginning(self) -> None:
-        if isinstance(self.box, Input) and not self.box.has_focus:
+        if isinstance(self.box, Line) and not self.box.has_focus:
             self.box.cursor_position = 0
 
     def suggest(self, hint: str) -> None:
         """Show another hint while the field is empty."""
-        if isinstance(self.box, Input):
+        if isinstance(self.box, Line):
             self.box.placeholder = hint or self.hint
 
-    @on(Input.Changed)
+    @on(Line.Changed)
     def _changed(self) -> None:
         if self.has_class("bad"):
             self.complain("")
@@ -153,9 +146,6 @@ class Form(Vertical):
     DEFAULT_CSS = """
     Form { height: auto; }
     """
-
-    class Filled(Message):
-        """Enter was pressed in the last field."""
 
     def __init__(self, fields: Sequence[Field], *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -186,16 +176,13 @@ class Form(Vertical):
         if first is not None:
             first.box.focus()
 
-    def move(self, by: int) -> None:
-        """Go to the next or previous field; past the last one is ``Filled``."""
-        place = next((index for index, each in enumerate(self._fields) if each.box.has_focus), -1 if by > 0 else 1)
+    def move(self, by: int) -> bool:
+        """Go to the next or previous field at once, so that keys typed ahead arrive there; False past the last one."""
+        here = self.screen.focused  # a widget itself learns only later that it has the focus
+        place = next((index for index, each in enumerate(self._fields) if each.box is here), len(self._fields))
         if place + by >= len(self._fields):
-            self.post_message(self.Filled())
-        else:
-            self._fields[max(0, place + by)].box.focus()
-
-    @on(Input.Submitted)
-    @on(Choice.Submitted)
-    def _submitted(self, message: Message) -> None:
-        message.stop()
-        self.move(1)
+            return False
+        field = self._fields[max(0, place + by)]
+        self.screen.set_focus(field.box)
+        field.on_descendant_focus()
+        return True

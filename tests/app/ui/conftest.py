@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from llmconsole.capsules import CapsuleWriter
+
+from .terminal import Terminal
 
 Make = Callable[..., Path]
 
@@ -51,3 +53,17 @@ def until() -> Until:
         pytest.fail(f"did not happen: {what}")
 
     return wait
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Starts the console in a pseudo-terminal; what is left of it is ended afterwards."""
+    opened: list[Terminal] = []
+
+    def start(*arguments: str, **options: Any) -> Terminal:
+        opened.append(Terminal([*arguments], **options))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
