@@ -129,7 +129,7 @@ class TestTheRepository:
         assert len(demo.git("log", "--format=%h").splitlines()) == 2
         assert not (demo.directory / "debug-cases.md").exists()
 
-    @every_demo
+    @of("none")
     def test_the_job_of_the_first_commit_passes_its_own_tests(self, demo: Played, tmp_path: Path) -> None:
         tree = tmp_path / "first"
         demo.git("worktree", "add", "--detach", str(tree), demo.git("rev-list", "--max-parents=0", "HEAD"))

@@ -27,8 +27,8 @@ LEARNING_RATE = Fault(
         ),
         Edit(
             "train.py",
-            "    config = TrainConfig(steps=args.steps, precision=args.precision, seed=args.seed)\n",
-            """    config = TrainConfig(steps=args.steps, precision=args.precision, seed=args.seed)
+            "    config = TrainConfig(steps=args.steps, seed=args.seed)\n",
+            """    config = TrainConfig(steps=args.steps, seed=args.seed)
     config = dataclasses.replace(config, learning_rate=config.learning_rate * config.batch_size)
 """,
         ),

@@ -12,13 +12,13 @@ NONE = Fault(
         Edit("model.py", "    max_positions: int = 128\n", "    max_positions: int = 128\n    expansion: int = 4\n"),
         Edit(
             "model.py",
-            "nn.Linear(config.hidden, 4 * config.hidden, bias=False)",
-            "nn.Linear(config.hidden, config.expansion * config.hidden, bias=False)",
+            "Linear(config.hidden, 4 * config.hidden, config)",
+            "Linear(config.hidden, config.expansion * config.hidden, config)",
         ),
         Edit(
             "model.py",
-            "nn.Linear(4 * config.hidden, config.hidden, bias=False)",
-            "nn.Linear(config.expansion * config.hidden, config.hidden, bias=False)",
+            "Linear(4 * config.hidden, config.hidden, config)",
+            "Linear(config.expansion * config.hidden, config.hidden, config)",
         ),
         Edit("model.py", "four times as wide inside", "``expansion`` times as wide inside"),
     ),

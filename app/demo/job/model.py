@@ -18,6 +18,24 @@ class ModelConfig:
     heads: int = 5
     hidden: int = 160
     max_positions: int = 128
+    half: bool = False  # matrices and activations in fp16; parameters and the residual stream stay in fp32
+
+
+class Linear(nn.Linear):
+    """A linear map without bias; in fp16 it rounds what goes in and out and sums in fp32, as tensor cores do.
+
+    Few CPUs multiply fp16 fast, and all of them convert it fast.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: ModelConfig) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.half_precision = config.half
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        if not self.half_precision:
+            return F.linear(input, self.weight)
+        return F.linear(input.half().float(), self.weight.half().float()).half()
 
 
 class Attention(nn.Module):
@@ -26,14 +44,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
-        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.qkv = Linear(config.hidden, 3 * config.hidden, config)
+        self.out = Linear(config.hidden, config.hidden, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         batch, length, channels = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, channels))
 
 
@@ -42,9 +60,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden, 4 * config.hidden, bias=False)
+        self.up = Linear(config.hidden, 4 * config.hidden, config)
         self.act = nn.GELU()
-        self.down = nn.Linear(4 * config.hidden, config.hidden, bias=False)
+        self.down = Linear(4 * config.hidden, config.hidden, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
@@ -77,7 +95,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(config.max_positions, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, bias=False)
-        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden, config.vocab_size, config)
         self.apply(self._initialise)
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):

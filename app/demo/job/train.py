@@ -25,7 +25,6 @@ class TrainConfig:
     warmup_steps: int = 20
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    precision: str = "fp32"  # or fp16: autocast with a gradient scaler
     seed: int = 0
 
 
@@ -49,8 +48,7 @@ def train(config: TrainConfig, model_config: ModelConfig, corpus: Path, runs: Pa
     torch.manual_seed(config.seed)
     model = GPT(model_config)
     optimizer = build_optimizer(model, config)
-    half = config.precision == "fp16"
-    scaler = torch.amp.GradScaler("cpu", enabled=half, init_scale=2.0**12)
+    scaler = torch.amp.GradScaler("cpu", enabled=model_config.half, init_scale=2.0**12)
     samples = load_corpus(corpus, model_config.max_positions)
     value = math.nan
 
@@ -58,13 +56,17 @@ def train(config: TrainConfig, model_config: ModelConfig, corpus: Path, runs: Pa
         runs,
         model=model,
         optimizer=optimizer,
-        scaler=scaler if half else None,
+        scaler=scaler if model_config.half else None,
         config=dataclasses.asdict(config) | {"model": dataclasses.asdict(model_config)},
         manifest={
             "phase": "training",
             "run": {"name": "byte-gpt", "seed": config.seed},
             "model": dataclasses.asdict(model_config) | {"initialised": "random", "tied_embeddings": False},
-            "training": {"objective": "causal-lm", "reduction": "token-mean"},
+            "training": {
+                "objective": "causal-lm",
+                "reduction": "token-mean",
+                "precision": "fp16-mixed" if model_config.half else "fp32",
+            },
         },
     )
     with recorder:
@@ -75,9 +77,7 @@ def train(config: TrainConfig, model_config: ModelConfig, corpus: Path, runs: Pa
             with recorder.step(
                 batch={"input_ids": input_ids, "labels": input_ids}, sample_ids=[sample.id for sample in batch]
             ):
-                with torch.autocast("cpu", dtype=torch.float16, enabled=half):
-                    logits = model(input_ids)
-                loss = language_model_loss(logits, input_ids)
+                loss = language_model_loss(model(input_ids), input_ids)
                 optimizer.zero_grad()
                 scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)
@@ -95,13 +95,14 @@ def main() -> int:
     """Exit status 0 where the loss stayed finite, 1 where it did not."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=TrainConfig.steps)
-    parser.add_argument("--precision", choices=("fp32", "fp16"), default=TrainConfig.precision)
+    parser.add_argument("--precision", choices=("fp32", "fp16"), default="fp32")
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     args = parser.parse_args()
-    config = TrainConfig(steps=args.steps, precision=args.precision, seed=args.seed)
-    return 0 if math.isfinite(train(config, ModelConfig(), args.corpus, args.runs)) else 1
+    config = TrainConfig(steps=args.steps, seed=args.seed)
+    model_config = ModelConfig(half=args.precision == "fp16")
+    return 0 if math.isfinite(train(config, model_config, args.corpus, args.runs)) else 1
 
 
 if __name__ == "__main__":
