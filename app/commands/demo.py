@@ -189,7 +189,8 @@ def _directory(given: str | None) -> Path:
 
 def _train(directory: Path, arguments: list[str]) -> list[TrainedStep]:
     """Train to the end, telling how it goes."""
-    narrate("training a byte-level GPT with the recorder attached: python train.py " + " ".join(arguments))
+    # Not the arguments: they would give away a fault that is to be guessed.
+    narrate("training a byte-level GPT with the recorder attached (train.py)")
     steps: list[TrainedStep] = []
     with closing(train(directory, *arguments)) as run:
         for each in run:
