@@ -35,9 +35,6 @@ _CLASS_OF = {
 }
 _CLASS_OF_PHASE = {"serving": "serving", "evaluation": "evaluation", "rag": "application", "agent": "application"}
 
-#: Field of the form → field of a card, for what an earlier case of the same kind can suggest.
-_FROM_CARD = {"root_cause": "Root cause", "prevention": "Prevention", "keywords": "Keywords"}
-
 
 def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = None) -> ResolveDraft:
     """Fill what report, case log and repository know; what only the engineer knows stays empty.
@@ -57,7 +54,7 @@ def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = No
     else:
         found = msgspec.convert(report, CapsuleReport)
     values = _from_report(found, capsule.manifest.phase or "")
-    head, root, notes = "", repository, []
+    head, root, notes = "", repository, list[str]()
     try:
         code = Repository(Path(repository))
         root = str(code.root)
@@ -68,13 +65,17 @@ def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = No
     except StoreError as error:
         notes.append(str(error))
     try:
-        known = {card.id: card for card in reversed(load(paths.case_file(Path(root))))}  # the user's own wins
-        card = next((known[each] for each in values.pop("cases").split() if each in known), None)
-        if card is not None:
-            values |= _from_card(card, values)
+        ids, rule = values.pop("cases").split(), values.pop("rule")
+        known = load(paths.case_file(Path(root)))
+        own = [card for card in known if not card.seed and (card.id in ids or rule in _rules(card))]
+        if own:
+            values |= _from_card(own[-1])
+        elif alike := [card.id for card in known if card.id in ids]:
+            notes.append(
+                f"Filled from report and HEAD. Cases alike: {', '.join(alike)} (look them up before you write)"
+            )
     except ResolveError as error:
         notes.append(str(error))
-    values.pop("cases", None)
     return ResolveDraft(values=values, repository=root, head=head, note="; ".join(notes))
 
 
@@ -121,8 +122,8 @@ def resolve_commit(path: str, repository: str, statement: dict[str, str], shown:
 
 
 def _from_report(report: CapsuleReport, phase: str) -> dict[str, str]:
-    """Fields that the first divergence suggests; ``cases`` are ids of known cases, blank-separated."""
-    values = {"case_class": _CLASS_OF_PHASE.get(phase, ""), "cases": ""}
+    """Fields that the first divergence suggests; ``cases`` are ids of known cases, ``rule`` its rule."""
+    values = {"case_class": _CLASS_OF_PHASE.get(phase, ""), "cases": "", "rule": ""}
     first = report.first_divergence
     finding = None
     if first is not None:
@@ -135,22 +136,24 @@ def _from_report(report: CapsuleReport, phase: str) -> dict[str, str]:
     values["symptom"] = one_line(finding.summary, 1000)
     values["root_cause"] = one_line(finding.cause or "", 1000)
     values["case_class"] = values["case_class"] or _CLASS_OF.get(finding.stage, "")
-    values["cases"] = " ".join(finding.cases)
+    values["cases"], values["rule"] = " ".join(finding.cases), finding.rule
     return values
 
 
-def _from_card(card: cards.Card, told: dict[str, str]) -> dict[str, str]:
-    """Fields that a known case suggests. One of the user's own keeps what its card has, so those stay empty."""
+def _rules(card: cards.Card) -> list[str]:
+    return card.get("Rules").replace(",", " ").split()
+
+
+def _from_card(card: cards.Card) -> dict[str, str]:
+    """Fields that an earlier incident of the user's suggests; what its card has is not said twice.
+
+    The cases that ship with the product suggest none: a root cause that nobody found must not get into the log.
+    """
     word = card.get("Class").replace(",", " ").split()
-    values = {"case": card.id, "title": card.title}
+    known = {"case": card.id, "title": card.title, "root_cause": "" if card.get("Root cause") else None}
     if word and word[0] in cards.CLASSES:
-        values["case_class"] = word[0]
-    if not card.seed:
-        return {**values, "root_cause": ""}
-    for name, field in _FROM_CARD.items():
-        if not told.get(name) and card.get(field).strip():
-            values[name] = cards.single_line(card.get(field))
-    return values
+        known["case_class"] = word[0]
+    return {name: text for name, text in known.items() if text is not None}
 
 
 def _incident(path: str, facts: dict[str, Any]) -> Incident:

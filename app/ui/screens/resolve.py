@@ -148,7 +148,7 @@ class ResolveScreen(Screen[None]):
         self._form.fill(values)
         self._form["fix_commit"].suggest(draft.head)
         words = "Filled from report, case log and HEAD; change what is wrong. ↑ ↓ move, f2 reviews."
-        self._say(one_line(draft.note) or words, bad=bool(draft.note))
+        self._say(one_line(draft.note, 300) or words)
 
     def _known(self, card: CaseCard | None) -> None:
         """A case that the user's log has keeps what its card says."""

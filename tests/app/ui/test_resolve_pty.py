@@ -23,7 +23,7 @@ def test_from_home_to_a_committed_case_by_keys_alone(
     console.until("loss-nonfinite")
 
     console.send("r")
-    console.until("Filled from report")
+    console.until("Filled from ")
     assert fix[:12] in console.text
     console.send(F2)
     console.until("4 fields marked")
