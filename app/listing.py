@@ -98,7 +98,7 @@ class Lister:
     def _read(self, path: Path, stamp: tuple[object, ...]) -> Entry:
         from ..capsules import Capsule, EvidenceError  # the screen imports the types above, and nothing heavy with them
 
-        changed = max((each for each in stamp if isinstance(each, float)), default=0.0)
+        changed = last_write(stamp)
         try:
             capsule = Capsule.open(path, clock=self._clock)
             trigger = capsule.trigger
@@ -158,6 +158,11 @@ def stamp_of(path: Path) -> tuple[object, ...] | None:
     with contextlib.suppress(OSError):
         stamp.append(os.lstat(path / "incident.json").st_mtime)
     return tuple(stamp)
+
+
+def last_write(stamp: tuple[object, ...] | None) -> float:
+    """Unix seconds of the newest modification that a stamp knows of; 0 where there is none."""
+    return max((each for each in stamp or () if isinstance(each, float)), default=0.0)
 
 
 def _incident(path: Path) -> str:

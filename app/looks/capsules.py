@@ -7,7 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from ...capsules import Capsule
-from ..listing import Lister, Listing, stamp_of
+from ..listing import Lister, Listing, last_write, stamp_of
 from .types import Contents
 
 #: Capsules kept open between looks; a capsule that changed is opened again.
@@ -37,8 +37,12 @@ def listing(directory: str, known: str = "") -> Listing | None:
     return None if found.version == known else found
 
 
-def contents(path: str) -> Contents:
-    """What a capsule holds, by view."""
+def contents(path: str, known: str = "") -> Contents | None:
+    """What a capsule holds, by view, or None where nothing was written since version ``known``."""
+    stamp = stamp_of(Path(path))
+    version = repr(stamp)
+    if known == version:
+        return None
     capsule = opened(path)
     return Contents(
         status=capsule.status,
@@ -46,6 +50,8 @@ def contents(path: str) -> Contents:
         series=tuple(dict.fromkeys(key.name for key in capsule.scalar_keys())),
         has={name: capsule.has(name) for name in _EVIDENCE},
         trigger_step=capsule.trigger.step if capsule.trigger else None,
+        changed=last_write(stamp),
+        version=version,
     )
 
 

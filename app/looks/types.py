@@ -8,13 +8,15 @@ from ..columns import Columns
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What views a capsule can fill: names of series, which evidence there is, and whether it still grows."""
+    """What views a capsule can fill; ``changed`` is Unix seconds of the last write, ``version`` differs after each."""
 
     status: str
     ranks: tuple[int, ...]
     series: tuple[str, ...]
     has: dict[str, bool]
     trigger_step: int | None
+    changed: float = 0.0
+    version: str = ""
 
 
 class SeriesColumns(msgspec.Struct, frozen=True, kw_only=True):

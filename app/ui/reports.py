@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .link import Answer, Link
 
 
+#: Seconds between two verdicts on a capsule that is being written.
+_LIVE_EVERY = 15.0
+
+
 @dataclass(frozen=True)
 class Kept:
     """What is known of one capsule: its report, or in ``problem`` one line why there is none.
@@ -62,6 +66,12 @@ class Reports:
         self._asked[path] = changed or 0.0
         self._link.ask(self._app, "analyze", {"path": path}, channel="verdict")
 
+    def refresh(self, path: str, changed: float, status: str) -> None:
+        """Ask anew where the capsule changed; one that is being written is judged every 15 seconds, not every step."""
+        kept = self._kept.get(path)
+        if status != "recording" or kept is None or changed - kept.made_of >= _LIVE_EVERY:
+            self.want(path, changed)
+
     def look_ahead(self, entries: Iterable[Entry]) -> None:
         """While nobody waits for a verdict, ask for the first of these that has none."""
         if self._link.is_idle("verdict"):
@@ -76,3 +86,9 @@ class Reports:
         report = None if answer.problem else msgspec.convert(answer.result, CapsuleReport)
         self._kept[path] = Kept(report, answer.problem, self._asked.pop(path, 0.0))
         self.arrived.publish(path)
+
+
+def case_query(report: CapsuleReport | None) -> str:
+    """The query that finds the cases which name the rule of a report's first divergence."""
+    first = report.first_divergence if report is not None else None
+    return f"rule:{first.rule}" if first is not None else ""

@@ -14,12 +14,12 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from ....analyzers.report import CapsuleReport
 from ...listing import Entry
 from ...looks.types import Contents
 from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
+from ..reports import case_query
 from ..views.base import View
 from ..views.batch import BatchView
 from ..views.latency import LatencyView
@@ -91,17 +91,28 @@ class CapsuleScreen(Screen[None]):
     def on_mount(self) -> None:
         """Ask what the capsule holds."""
         self._head()
-        cast("Console", self.app).link.ask(self, "contents", {"path": self.entry.path})
+        self._look()
+        self.set_interval(1.0, self._look)
+
+    def _look(self) -> None:
+        """Ask whether the capsule has grown."""
+        known = self._contents.version if self._contents is not None else ""
+        cast("Console", self.app).link.ask(self, "contents", {"path": self.entry.path, "known": known})
 
     @on(Answer)
     async def _answered(self, answer: Answer) -> None:
         if answer.problem:
             self._head(answer.problem)
-        elif answer.method == "contents":
+        elif answer.method == "contents" and answer.result is not None:
             first = self._contents is None
             self._contents = msgspec.convert(answer.result, Contents)
             if first:
                 await self.action_view(self._wanted)
+            elif self._open is not None:
+                self._open.reload()
+                cast("Console", self.app).reports.refresh(
+                    self.entry.path, self._contents.changed, self._contents.status
+                )
 
     @on(View.CursorMoved)
     def _cursor(self, message: View.CursorMoved) -> None:
@@ -168,9 +179,3 @@ class CapsuleScreen(Screen[None]):
     def action_close(self) -> None:
         """Back to the list."""
         self.app.pop_screen()
-
-
-def case_query(report: CapsuleReport | None) -> str:
-    """The query that finds the cases which name the rule of a report's first divergence."""
-    first = report.first_divergence if report is not None else None
-    return f"rule:{first.rule}" if first is not None else ""

@@ -20,10 +20,10 @@ from ...looks.types import SeriesColumns
 from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
+from ..reports import case_query
 from ..widgets.rows import Lazy, Row, Rows
 from ..widgets.timeline import Curve, Timeline
 from ..widgets.verdict import Advice, Verdict
-from .capsule import CapsuleScreen, case_query
 
 if TYPE_CHECKING:
     from ..app import Console
@@ -145,8 +145,13 @@ class HomeScreen(Screen[None]):
     def _listed(self, answer: Answer) -> None:
         self._problem = answer.problem
         if answer.result is not None:
+            before = self._selected
             self._listing = msgspec.convert(answer.result, Listing)
             self._fill()
+            now = self._selected
+            if before is not None and now is not None and before.path == now.path and before != now:
+                self._show_report(now)  # it has grown, or was replaced
+                self._ask_curves(now)
             if not self._restored:
                 self._restored = True
                 self._rows.select(self.console_app.state.capsule)
@@ -294,7 +299,7 @@ class HomeScreen(Screen[None]):
             verdict.show(None, f" {one_line(kept.problem)}" if kept is not None else " analysing …")
             advice.show(None)
         if not entry.problem:
-            self.console_app.reports.want(entry.path, entry.changed)
+            self.console_app.reports.refresh(entry.path, entry.changed, entry.status)
 
     def _ask_curves(self, entry: Entry) -> None:
         if entry.problem:
@@ -324,6 +329,8 @@ class HomeScreen(Screen[None]):
     def action_open(self) -> None:
         """Open the capsule under the cursor."""
         if self._selected is not None and not self._selected.problem:
+            from .capsule import CapsuleScreen  # with all its views, which home does not need for its first paint
+
             self.app.push_screen(CapsuleScreen(self._selected))
 
     @on(Rows.Chosen, "#capsules")

@@ -186,11 +186,12 @@ class Timeline(Widget):
         mark = self.get_component_rich_style("timeline--mark")
         cursor_style = self.get_component_rich_style("timeline--cursor", partial=True)
         at = self._column_of(self.cursor) if self.cursor is not None else None
+        colours = [self._colour(index) for index in range(max(1, len(self._curves)))]
         segments: list[Segment] = []
         for x, cell in enumerate(self._cells[row]):
-            style = mark if cell.mark else self._colour(cell.series or 0)
+            style = mark if cell.mark else colours[cell.series or 0]
             segments.append(Segment(cell.text, style + cursor_style if x == at else style))
-        return segments
+        return list(Segment.simplify(segments))  # one change of colour a stretch, not one a cell
 
     def _steps(self, label: Style) -> list[Segment]:
         """The axis of steps with the signs of events on it."""
@@ -203,7 +204,7 @@ class Timeline(Widget):
             at = self._column_of(each.step)
             if at is not None:
                 axis[at] = Segment(each.sign, event)
-        return [Segment(f"{'step':>{_LABEL - 1}} ", label), *axis]
+        return [Segment(f"{'step':>{_LABEL - 1}} ", label), *Segment.simplify(axis)]
 
     def _column_of(self, step: float) -> int | None:
         columns = self._curves[0].columns

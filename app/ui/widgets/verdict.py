@@ -15,16 +15,26 @@ from ...text import one_line
 class Verdict(Static):
     """Shows a report, or a word about why there is none yet."""
 
+    _shown: tuple[CapsuleReport | None, str] | None = None
+
     def show(self, report: CapsuleReport | None, words: str = "") -> None:
         """Show a report; without one, ``words`` (loading, an error, an empty screen that teaches)."""
+        if (report, words) == self._shown:
+            return  # the same again would still cost a slow link a screenful
+        self._shown = (report, words)
         self.update(Text(words, style="dim") if report is None else Group(ladder(report), Text(), *first(report)))
 
 
 class Advice(Static):
     """The two lines under the timelines: the next step, and what else was found."""
 
+    _shown: tuple[CapsuleReport | None] | None = None
+
     def show(self, report: CapsuleReport | None) -> None:
         """Show the next step of the first divergence and the other findings."""
+        if (report,) == self._shown:
+            return
+        self._shown = (report,)
         if report is None:
             self.update("")
             return
