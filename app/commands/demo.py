@@ -20,6 +20,7 @@ import msgspec
 
 from ...analyzers.finding import Where
 from ...analyzers.report import ALARMS, CapsuleReport, FirstDivergence
+from .. import terminal
 from ..analysis import analyze_capsule, capsules_in
 from ..casebook import store
 from ..casebook.incident import IncidentError
@@ -115,8 +116,11 @@ def run(args: argparse.Namespace) -> int:
         FAULTS[random.choice([name for name, each in FAULTS.items() if each.rule])] if hidden else FAULTS[args.fault]
     )
     try:
-        with own_git(), Worker() as worker:
-            outcome = _play(fault, args, worker, hidden=hidden)
+        with own_git():
+            with Worker() as worker:
+                outcome = _play(fault, args, worker, hidden=hidden)
+            if not (args.headless or args.json or terminal.obstacle()):
+                _open_console(outcome)
     except (store.StoreError, TrainingError, WorkerError, ResolveError, IncidentError) as error:
         raise CommandError(error) from error
     except OSError as error:
@@ -124,6 +128,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(outcome)
     return OK if outcome.correct else FOUND
+
+
+def _open_console(outcome: Demo) -> None:
+    """End where the user will start the next time: in the console, on the capsule of this run."""
+    from ..ui.app import run as run_console
+
+    print(
+        "The console opens on this run: ? lists its keys, q leaves it. Press enter.",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdin.readline()
+    capsule = Path(outcome.capsule)
+    run_console(capsule.parent, capsule, repository=Path(outcome.directory))
+    narrate(f"to come back: llmconsole {capsule.parent}")
 
 
 def _play(fault: Fault, args: argparse.Namespace, worker: Worker, *, hidden: bool) -> Demo:

@@ -161,9 +161,9 @@ class Console(App[None]):
             self.notify(words, timeout=3)
 
 
-def run(directory: Path, chosen: Path | None = None) -> int:
+def run(directory: Path, chosen: Path | None = None, *, repository: Path | None = None) -> int:
     """Run the console, with a capsule chosen where one is given, and return its exit status."""
-    console = Console(directory)
+    console = Console(directory, repository=repository)
     if chosen is not None:
         console.state.capsule = str(directory / chosen.resolve().name)
     console.run()
