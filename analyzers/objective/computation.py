@@ -181,11 +181,12 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
         that the catalogue does not hold. A wrong guess at it would cost more than an open question.
     How it decides:
         The counterfactual run of objective/labels-not-shifted ends without a name: the declared computation does not
-        fit, and no fault does, or several do, or one that chance could explain. Always undetermined. With several
-        ranks of which one was captured it is a remark, since the number may be an average over ranks.
+        fit, and no fault does, or several do, or one that chance could explain. Always undetermined. It is a remark
+        where nobody declared what the loss is (manifest training.reduction): then it may hold a term that is meant;
+        and with several ranks of which one was captured, since the number may be an average over ranks.
     Looks like it but is not:
-        Label smoothing, z-loss, auxiliary losses of experts, class weights, soft-capping after the capture: where the
-        configuration declares one of them, this rule stays quiet.
+        Label smoothing, z-loss, auxiliary losses of experts, a second prediction head, token weights, soft-capping
+        after the capture: where the configuration declares one of them, this rule stays quiet.
     What to try next:
         Capture the terms of the loss apart, the per-token losses, and a second step at full precision.
     Fix:
@@ -205,7 +206,8 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
     ]
     if partial:
         following.append("capture every rank: the number may be an average over ranks")
-    if declared_reduction(capsule) is None:
+    undeclared = declared_reduction(capsule) is None
+    if undeclared:
         following.append("declare the reduction that is meant (manifest training.reduction)")
     yield Finding(
         title="The reported loss is none of the named computations"
@@ -216,7 +218,7 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
             f"{abs(table.observed - table.healthy):.3g}; "
             + (f"{sets} would give it, but {verdict.reasons[0]}." if sets else "no named fault gives it.")
         ),
-        severity="info" if partial else "warning",
+        severity="info" if partial or undeclared else "warning",
         confidence="undetermined",
         where=Where(step=0),
         evidence=evidence_rows(capsule, verdict, observed),

@@ -76,7 +76,8 @@ class Micro:
     def _aligned(self, shift: str) -> tuple[Ints, Ints, Ints]:
         """(target token, flat index of the token whose mask decides, flat index of the target), each [B, T]; −1 none.
 
-        Shifts: ``1`` the next token; ``0`` the token itself; ``2`` the one after the next, within the row;
+        Shifts: ``1`` the next token; ``0`` the token itself; ``0-cut-end`` and ``0-cut-start`` that without each row's
+        last or first position; ``2`` the one after the next, within the row;
         ``2-flat`` the same over the flattened batch, so that a row's end is scored on the next row's start;
         ``2-inner`` that without each row's last position; ``2-ragged`` a flattened shift of rows already cut to T − 1.
         """
@@ -97,11 +98,15 @@ class Micro:
             target_row, target = row + over, np.where(over, 1, at + 2)
             alive = (target_row < batch) & (at <= length - 2)
         else:
-            target_row, target = row, at + int(shift)
+            target_row, target = row, at + int(shift[0])
             alive = target <= last
+            if shift == "0-cut-end":
+                alive &= at <= length - 2
+            elif shift == "0-cut-start":
+                alive &= at >= 1
         index = np.where(alive, target_row * columns + target, -1)
         # Shifted labels scored against the input itself: the mask still sits at the label.
-        decides = row * columns + at + 1 if shift == "0" and self.shifted else index
+        decides = np.where(alive, row * columns + at + 1, -1) if shift[0] == "0" and self.shifted else index
         flat = self.tokens.reshape(-1)
         return np.where(index >= 0, flat[index], -1), decides, index
 

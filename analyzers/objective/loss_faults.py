@@ -124,6 +124,7 @@ def _short_window(window: Window) -> bool:
 _NOT_SHIFTED = "labels are compared with the token at the same position, not with the next one"
 _TWICE = "labels are shifted twice: each position is scored on the token after the next one"
 _SHIFT_ONCE = "shift in one place: pass unshifted labels to a model that shifts, or shift in the collator and not again"
+_CUT_APART = "cut logits and labels at opposite ends: logits[:, :-1] against labels[:, 1:]"
 _IGNORE = "pass the ignore index of the labels to the loss, and divide by the number of labels that are not ignored"
 _REDUCE = "divide the loss sum of the whole window, all micro-batches and ranks, by its number of supervised tokens"
 _ACCUMULATE = "divide each micro-batch's loss by the number of micro-batches, or its sum by the tokens of the window"
@@ -145,6 +146,25 @@ CATALOGUE: tuple[NamedFault, ...] = (
         "labels-not-shifted",
         _NOT_SHIFTED,
         "shift labels by one: score logits[:, :-1] against labels[:, 1:], or build targets as tokens[1:]",
+    ),
+    # Both slices cut at the same end; not tried where no label asks for what is cut.
+    _named(
+        "labels-not-shifted-cut-end",
+        "shift",
+        "0-cut-end",
+        "labels-not-shifted",
+        f"{_NOT_SHIFTED}; the last position of each row is cut from logits and labels alike",
+        _CUT_APART,
+        _any(lambda each: bool(each.supervised[:, -1 if each.shifted else -2].any())),
+    ),
+    _named(
+        "labels-not-shifted-cut-start",
+        "shift",
+        "0-cut-start",
+        "labels-not-shifted",
+        f"{_NOT_SHIFTED}; the first position of each row is cut from logits and labels alike",
+        _CUT_APART,
+        _any(lambda each: bool(each.supervised[:, int(each.shifted)].any())),
     ),
     _named("labels-shifted-twice", "shift", "2", "labels-shifted-twice", _TWICE, _SHIFT_ONCE),
     _named(

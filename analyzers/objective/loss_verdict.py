@@ -132,8 +132,10 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
             "these faults give the same number here: vary accumulation, world size or batch shape to part them"
         )
     names = {each.fault.name for each in involved}
-    if declared_reduction(capsule) is None and any(each.rule == "objective/reduction" for each in involved):
-        # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice.
+    reduction_alone = any(all(each.rule == "objective/reduction" for each in member) for member in members)
+    if declared_reduction(capsule) is None and reduction_alone:
+        # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice. A fault of
+        # another kind beside it stays what it is.
         confidence = "likely"
         small = abs(verdict.table.observed - verdict.table.healthy) <= SMALL * abs(verdict.table.healthy)
         severity = "info" if small or names <= LAWFUL_CHOICES else "warning"

@@ -248,6 +248,53 @@ def test_a_collator_that_shifts_is_healthy_and_a_model_that_shifts_again_is_not(
     assert set(found) == ({"objective/labels-shifted-twice"} if twice else set())
 
 
+SAME_END = {
+    "end": lambda logits, labels: ce(logits[:, :-1], labels[:, :-1]),
+    "start": lambda logits, labels: ce(logits[:, 1:], labels[:, 1:]),
+}
+
+
+@pytest.mark.fires("objective/labels-not-shifted")
+@pytest.mark.parametrize("end", SAME_END)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_logits_and_labels_cut_at_the_same_end_are_not_shifted_either(build: Build, end: str, shifted: bool) -> None:
+    """``shifted``: the targets are built as tokens[1:], and it is the inputs that are scored by mistake."""
+
+    def fill(writer: CapsuleWriter) -> None:
+        stream = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+        ids = stream[:, :-1]
+        logits = Job(seed=3).model(ids).detach()
+        writer.batch(
+            step=0,
+            rank=0,
+            input_ids=ids,
+            labels=stream[:, 1:] if shifted else ids,
+            logits=logits,
+            reported_loss=float(SAME_END[end](logits, ids)),
+            loss_dtype="float32",
+        )
+
+    finding = said(build(fill, manifest()))[1]["objective/labels-not-shifted"]
+    assert (finding.severity, finding.confidence) == ("critical", "confirmed")
+    assert finding.counterfactual is not None
+    assert finding.counterfactual.classes == ((f"labels-not-shifted-cut-{end}",),)
+
+
+@pytest.mark.fires("objective/labels-not-shifted")
+@pytest.mark.fires("objective/labels-shifted-twice")
+@pytest.mark.parametrize("rule", ["objective/labels-not-shifted", "objective/labels-shifted-twice"])
+def test_an_undeclared_mean_of_micro_batches_beside_a_wrong_shift_excuses_nothing(build: Build, rule: str) -> None:
+    """Each micro-batch's mean over the number of them is what most scripts do; the shift is wrong all the same."""
+    wrong = NOT_SHIFTED if rule.endswith("not-shifted") else TWICE["within rows"]
+
+    def loss(job: Job, logits: Tensor, rows: Rows) -> Tensor:
+        return wrong(job, logits, rows) / job.window
+
+    _, found = said(trained(build, loss, window=3, declared=manifest(reduction=None)))
+    assert set(found) == {rule}
+    assert (found[rule].severity, found[rule].confidence) == ("critical", "confirmed")
+
+
 @pytest.mark.fires("objective/labels-not-shifted")
 def test_a_caller_who_shifts_and_forgot_is_seen_as_labels_that_equal_the_inputs(build: Build) -> None:
     def fill(writer: CapsuleWriter) -> None:
@@ -401,6 +448,13 @@ UNKNOWN: dict[str, Loss] = {
 }
 
 
+#: Terms that jobs add on purpose: smoothing, and the squared log-partition of a z-loss.
+TERMS: dict[str, Loss] = {
+    "label smoothing": SMOOTHED,
+    "a second term": lambda job, logits, rows: right(job, logits, rows) + 1e-3 * logits.logsumexp(-1).square().mean(),
+}
+
+
 @pytest.mark.fires("objective/unexplained-loss")
 @pytest.mark.recorded("objective/unexplained-loss")
 @pytest.mark.parametrize("cause", UNKNOWN)
@@ -410,6 +464,15 @@ def test_a_cause_outside_the_catalogue_is_one_undetermined_finding(build: Build,
     finding = found["objective/unexplained-loss"]
     assert (finding.confidence, finding.cause) == ("undetermined", None)
     assert finding.next
+
+
+@pytest.mark.quiet("objective/unexplained-loss")
+@pytest.mark.parametrize("cause", ["label smoothing", "a second term"])
+def test_a_loss_that_nobody_declared_may_hold_a_term_that_is_meant(build: Build, cause: str) -> None:
+    report, found = said(trained(build, TERMS[cause], declared=manifest(reduction=None)))
+    assert {name: finding.severity for name, finding in found.items()} == {"objective/unexplained-loss": "info"}
+    assert found["objective/unexplained-loss"].confidence == "undetermined"
+    assert report.first_divergence is None
 
 
 @pytest.mark.quiet("objective/unexplained-loss")
