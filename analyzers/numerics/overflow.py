@@ -125,7 +125,7 @@ def find_overflow(capsule: Capsule, stats: Any) -> Overflow | None:
             before = history(suspect)
             infinite = bool(stats.posinf[suspect] > 0 or stats.neginf[suspect] > 0)
             # An Inf beside small finite values is a division or a logarithm, whatever the dtype.
-            sized = infinite and stats.absmax[suspect] >= FLOAT16_SIZED
+            sized = infinite and max(stats.absmax[suspect], _sized_before(stats, suspect)) >= FLOAT16_SIZED
             # NaN alone needs a past that stood close to the limit; with an Inf it may have come from further away.
             grew = len(before) > 1 and growth(before[:-1], before[-1].value)
             grew = grew and before[-1].within(T.JUMP_NOT_GROWTH if sized else T.NAN_NEAR_FACTOR)
@@ -154,6 +154,19 @@ def _limit_before(stats: Any, large: Any, first_bad: int) -> int | None:
     here = (stats.step == stats.step[first_bad]) & (stats.rank == stats.rank[first_bad])
     rows = np.flatnonzero(here & large & (stats.order < stats.order[first_bad]))
     return int(execution_order(stats, rows)[-1]) if rows.size else None
+
+
+def _sized_before(stats: Any, row: int) -> float:
+    """Largest float16 gradient that the backward pass made before ``row``, where that is a gradient with Inf alone.
+
+    A job that scales its loss by hand divides the gradients of the parameters again before anybody sees them: the Inf
+    then stands beside small numbers, and only the gradients between the layers still have the size that overflowed.
+    """
+    if stats.role[row] != "gradient" or stats.nan[row] != 0:
+        return 0.0
+    here = (stats.step == stats.step[row]) & (stats.rank == stats.rank[row]) & (stats.order < stats.order[row])
+    sizes = stats.absmax[here & (stats.role == "gradient") & (stats.dtype == "float16")]
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
 def scale_collapse(capsule: Capsule) -> tuple[int, list[float]] | None:
@@ -195,10 +208,11 @@ def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         The first non-finite tensor of the run is float16 (or follows a float16 tensor at the limit), and its earlier
-        records grew towards 65504, or it holds Inf beside finite elements above 1,023. A float16 tensor that grew to
-        within 2 × of 65504 (32,752) and is still finite is a warning. Growth: 1.3 × the median of its earlier records,
-        the last of them within 16 ×. Without full statistics the norm bounds the largest element: rms ≤ absmax ≤
-        rms·√numel. Loss scale: five or more halvings in a row without a rise, down to 2 or less.
+        records grew towards 65504, or it holds Inf beside finite elements above 1,023 (a gradient: beside them or after
+        gradients of that size in the same step). A float16 tensor that grew to within 2 × of 65504 (32,752) and is still
+        finite is a warning. Growth: 1.3 × the median of its earlier records, the last of them within 16 ×. Without full
+        statistics the norm bounds the largest element: rms ≤ absmax ≤ rms·√numel. Loss scale: five or more halvings in
+        a row without a rise, down to 2 or less.
 
     Looks like it but is not:
         The scale search at the start of a run; steps that the scaler skipped because scaled gradients overflowed;

@@ -199,3 +199,21 @@ def test_the_first_non_finite_tensor_follows_from_the_overflow_at_the_same_place
     assert report.first_divergence is not None
     assert report.first_divergence.rule == RULE
     assert {each.rule: each.caused_by for each in report.findings} == {RULE: None, "numerics/first-nonfinite": RULE}
+
+
+def unscaled_by_hand(between_layers):
+    """A head whose gradient overflowed under a loss scale of 2²² and was divided by it again before anybody looked."""
+    yield row(0, 20, "head", between_layers, role="gradient")
+    yield row(0, 21, "head.weight", 65_504 / 2**22, role="gradient", posinf=365, neginf=338)
+    yield row(0, 22, "ln", 0.9 * between_layers, role="gradient")
+
+
+@pytest.mark.fires(RULE)
+def test_a_gradient_that_overflowed_under_a_fixed_scale_is_told_by_the_gradients_between_the_layers(build, findings_of):
+    (finding,) = findings_of(RULE, build(stats(*unscaled_by_hand(10_896))))
+    assert (finding.severity, finding.where.tensor) == ("critical", "head.weight")
+
+
+@pytest.mark.quiet(RULE)
+def test_infinity_among_gradients_that_are_small_everywhere_is_a_division(build, findings_of):
+    assert not findings_of(RULE, build(stats(*unscaled_by_hand(3.0))))
