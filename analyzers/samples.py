@@ -87,8 +87,8 @@ def samples_by_step(capsule: Capsule) -> dict[int, list[Sample]]:
         )
     if not steps:
         for batch in capsule.batches():
-            if batch.split in (None, "train"):
-                steps[batch.step].extend(_batch_samples(batch))
+            if batch.split in (None, "train") and (rows := _batch_samples(batch)):
+                steps[batch.step].extend(rows)
     return dict(sorted(steps.items()))
 
 
