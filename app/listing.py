@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -81,6 +80,8 @@ class Lister:
             names = sorted(names)[:MAX_ENTRIES]
         self._seen = {name: seen for name in names if (seen := self._look(name)) is not None}
         entries = tuple(seen.entry for seen in self._seen.values())
+        from hashlib import blake2b
+
         version = blake2b(msgspec.msgpack.encode((entries, problem)), digest_size=8).hexdigest()
         return Listing(directory=str(self.directory), version=version, entries=entries, problem=problem)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     directory = directory.resolve().parent if only else directory
     obstacle = "" if args.json or args.list else terminal.obstacle()
     if not (args.json or args.list or obstacle):
+        gc.disable()  # until the first paint: a sixth of the way there would be spent looking for garbage
         from ..ui.app import run as run_console
 
         return run_console(directory, only)

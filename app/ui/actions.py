@@ -5,7 +5,6 @@ A key can be changed by the action's id in ``keys.toml`` (``llmconsole doctor`` 
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,6 +152,8 @@ def load_keymap(path: Path) -> tuple[dict[str, str], list[str]]:
     """
     if not path.exists():
         return {}, []
+    import tomllib  # most have no such file, and need none of it for the first paint
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

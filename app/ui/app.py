@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,7 @@ from .reports import Reports
 from .state import State, load, save
 
 if TYPE_CHECKING:
+    from textual._path import CSSPathType
     from textual.screen import Screen
 
     from ..listing import Entry
@@ -39,7 +41,7 @@ class Console(App[None]):
     """
 
     TITLE = "llmconsole"
-    CSS_PATH = "app.tcss"
+    CSS_PATH: ClassVar[CSSPathType | None] = ["app.tcss", "screens/home.tcss"]
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("app")]
 
     def __init__(self, directory: Path, *, remember: bool = True, repository: Path | None = None) -> None:
@@ -57,11 +59,16 @@ class Console(App[None]):
         if self.state.theme in THEMES:
             self.theme = self.state.theme
 
-    def on_mount(self) -> None:
-        """Show home; workers start with the first question, after the first paint."""
+    def get_default_screen(self) -> Screen[None]:
+        """Home lies under all other screens."""
         from .screens.home import HomeScreen
 
-        self.push_screen(HomeScreen(self.directory))
+        return HomeScreen(self.directory)
+
+    def on_mount(self) -> None:
+        """Workers start with the first question, after the first paint."""
+        self.call_after_refresh(_collect_garbage_again)
+        self.app_resume_signal.subscribe(self, self._draw_again)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             # Outside the main thread (tests) there is nothing to catch.
@@ -80,6 +87,10 @@ class Console(App[None]):
     def _reported(self, answer: Answer) -> None:
         if answer.method == "analyze":
             self.reports.keep(answer)
+
+    def _draw_again(self, _: object) -> None:
+        """Whoever had the terminal meanwhile has left nothing of the picture."""
+        self.refresh()
 
     def _ended(self, number: signal.Signals) -> None:
         self.exit(return_code=128 + number)
@@ -159,6 +170,12 @@ class Console(App[None]):
                 "mouse: the console's" if self._driver.toggle_mouse() else "mouse: the terminal's (select text freely)"
             )
             self.notify(words, timeout=3)
+
+
+def _collect_garbage_again() -> None:
+    """What was loaded for the first paint stays: leaving it out keeps collections short, so that no key waits."""
+    gc.freeze()
+    gc.enable()
 
 
 def run(directory: Path, chosen: Path | None = None, *, repository: Path | None = None) -> int:

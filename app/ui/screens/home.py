@@ -66,7 +66,6 @@ _EMPTY = """
 class HomeScreen(Screen[None]):
     """The list on the left, the chosen capsule on the right."""
 
-    CSS_PATH = "home.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("home")]
     scope = "home"
     scopes = ("home",)
