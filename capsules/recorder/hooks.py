@@ -105,7 +105,7 @@ class ModuleHooks:
             if module is not self.root:
                 hook = self._forward_hook(clean_name(name), len(self.modules) - 1)
                 self._handles.append(module.register_forward_hook(_Hook(hook)))
-        self._handles.append(self.root.register_forward_pre_hook(_Hook(self._root_begins)))
+        self._handles.append(self.root.register_forward_pre_hook(_Hook(self._root_begins), with_kwargs=True))
         self._handles.append(self.root.register_forward_hook(_Hook(self._root_returns), with_kwargs=True))
 
     def watch_parameters(self) -> None:
@@ -131,10 +131,15 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
 
-    def _root_begins(self, module: nn.Module, inputs: Any) -> None:
+    def _root_begins(self, module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not self._tape.on:
+            return
         # An evaluation inside a recorded step is not part of it; a reentrant checkpoint around the whole model is.
-        if not torch.compiler.is_compiling() and self._tape.on and not module.training and not torch.is_grad_enabled():
+        if not module.training and not torch.is_grad_enabled():
             self._tape.on, self._paused = False, True
+        elif not self.call and not inside_backward():
+            # What raises inside the model is most often due to what it was called with.
+            self.call.update(inputs=inputs, keywords=keywords)
 
     def _root_returns(self, module: nn.Module, inputs: Any, keywords: dict[str, Any], output: Any) -> None:
         """Keep references to what the model was called with and returned, until the loss is known."""
@@ -145,7 +150,7 @@ class ModuleHooks:
             self._tape.on, self._paused = True, False
         elif self._tape.on and not inside_backward():
             try:
-                if not self.call:
+                if "output" not in self.call:
                     self.call.update(inputs=inputs, keywords=keywords, output=output)
                 if not children(module):  # a model of one module: its output is its only activation
                     self._measure("output", output)

@@ -218,12 +218,15 @@ class TestBatches:
         if given == "row of one more":
             assert (found.labels == targets.numpy()).all()
 
-    def test_ids_outside_the_vocabulary_are_recorded_and_break_nothing(self, run: Any, gpt: Any, caplog: Any) -> None:
+    @pytest.mark.parametrize("given", [True, False])
+    def test_ids_outside_the_vocabulary_are_recorded_and_break_nothing(
+        self, run: Any, gpt: Any, caplog: Any, given: bool
+    ) -> None:
         recording = run()
         inputs, targets = gpt.shifted(0)
         bad = inputs.clone()
         bad[0, 0] = 10_000
-        with pytest.raises(IndexError), recording.recorder.step(batch=(bad, targets)):
+        with pytest.raises(IndexError), recording.recorder.step(batch=(bad, targets) if given else None):
             recording.model(bad)
         capsule = recording.capsule()
         assert capsule.batches()[0].input_ids[0, 0] == 10_000
