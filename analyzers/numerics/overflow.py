@@ -209,10 +209,10 @@ def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         The first non-finite tensor of the run is float16 (or follows a float16 tensor at the limit), and its earlier
         records grew towards 65504, or it holds Inf beside finite elements above 1,023 (a gradient: beside them or after
-        gradients of that size in the same step). A float16 tensor that grew to within 2 × of 65504 (32,752) and is still
-        finite is a warning. Growth: 1.3 × the median of its earlier records, the last of them within 16 ×. Without full
-        statistics the norm bounds the largest element: rms ≤ absmax ≤ rms·√numel. Loss scale: five or more halvings in
-        a row without a rise, down to 2 or less.
+        gradients of that size in the same step). A float16 tensor that grew to within 2 × of 65504 (32,752) and is
+        still finite is a warning. Growth: 1.3 × the median of its earlier records, the last of them within 16 ×.
+        Without full statistics the norm bounds the largest element: rms ≤ absmax ≤ rms·√numel. Loss scale: five or more
+        halvings in a row without a rise, down to 2 or less.
 
     Looks like it but is not:
         The scale search at the start of a run; steps that the scaler skipped because scaled gradients overflowed;
