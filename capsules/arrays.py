@@ -6,6 +6,7 @@ of its ``arrays``. Datasets are chunked with the fletcher32 filter and no other,
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -25,6 +26,7 @@ from .storage import open_inside
 
 _KEY = re.compile(r"[A-Za-z0-9_]{1,200}")
 _CHUNK_BYTES = 4 * MIB
+_images = itertools.count()
 
 Size = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 
@@ -71,7 +73,8 @@ def build_image(description: Description, arrays: dict[str, Plain]) -> bytes:
         raise EvidenceError(
             f"{total:,} bytes of arrays are more than {MAX_ARRAYS_BYTES - MIB:,}", str(description.name)
         )
-    with h5py.File("image", "w", driver="core", backing_store=False) as file:
+    # A name of its own: HDF5 takes two files of one name for the same, also where neither is ever on a disk.
+    with h5py.File(f"image-{next(_images)}", "w", driver="core", backing_store=False) as file:
         group = file.create_group("arrays")
         _store(file, "description", np.frombuffer(encode(description), np.uint8))
         for key, plain in arrays.items():

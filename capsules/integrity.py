@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from .damage import Damage, DamageLog
 from .errors import EvidenceError
 from .layout import FILES, INCIDENT, MANIFEST
+from .limits import MAX_DIGEST_BYTES, MAX_HASHED_AT_A_GLANCE
 from .manifest import AttachedFile
 from .rank_reader import RankReader
 from .storage import open_inside, walk
@@ -32,52 +33,68 @@ def survey(capsule: Capsule, ranks: Mapping[int, RankReader], log: DamageLog) ->
     _ = capsule.scalar_keys(), capsule.stats(), capsule.batches()
     if not ranks and capsule.status in ("crashed", "stale"):
         log.add(MANIFEST, Damage(what="writer died before it wrote any evidence", where=MANIFEST))
+    room = MAX_HASHED_AT_A_GLANCE
     for file in capsule.files():
         where = file.path or "(no path)"
-        if fault := _attached_fault(capsule.path, file):
+        fault, hashed = _attached_fault(capsule.path, file, room)
+        room -= hashed
+        if fault:
             log.add(where, Damage(what=fault, where=where, lost="the original"))
 
 
-def _attached_fault(root: Path, file: AttachedFile) -> str | None:
-    """What is wrong with an attached file, or None."""
+def _attached_fault(root: Path, file: AttachedFile, room: int) -> tuple[str, int]:
+    """What is wrong with an attached file, or "", and the bytes hashed; beyond ``room`` only its size is compared."""
+    relative = file.path or ""
+    if not relative.startswith(f"{FILES}/"):
+        return f"attached file lies outside {FILES}/; refused", 0
     try:
-        if not (file.path or "").startswith(f"{FILES}/"):
-            return f"attached file lies outside {FILES}/; refused"
-        size, sha256 = file_digest(root, file.path or "")
+        size = _size(root, relative)
+        if file.bytes is not None and size != file.bytes:
+            return f"attached file has {size:,} bytes instead of {file.bytes:,}", 0
+        if file.sha256 is None or size > room:
+            return "", 0
+        differs = file_digest(root, relative) != file.sha256
     except FileNotFoundError:
-        return "attached file is missing"
+        return "attached file is missing", 0
     except EvidenceError as error:
-        return error.what
-    if file.bytes is not None and size != file.bytes:
-        return f"attached file has {size:,} bytes instead of {file.bytes:,}"
-    if file.sha256 is not None and sha256 != file.sha256:
-        return "attached file differs from its SHA-256"
-    return None
+        return error.what, 0
+    return "attached file differs from its SHA-256" if differs else "", size
 
 
-def file_digest(root: Path, relative: str) -> tuple[int, str]:
-    """Size and SHA-256 of one file of the capsule."""
+def _size(root: Path, relative: str) -> int:
+    descriptor = open_inside(root, relative)
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(root: Path, relative: str) -> str:
+    """SHA-256 of one file of the capsule."""
     with os.fdopen(open_inside(root, relative), "rb") as file:
         try:
-            digest = hashlib.file_digest(file, "sha256")
-            return file.tell(), digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise EvidenceError(error.strerror or str(error), relative) from None
 
 
-def digest(root: Path) -> str:
+def digest(root: Path, limit: int = MAX_DIGEST_BYTES) -> str:
     """SHA-256 of the sorted lines ``path TAB sha256 NEWLINE`` over all files of the capsule.
 
     Raises:
-        EvidenceError: a file is no regular file, or vanished while it was read.
+        EvidenceError: a file is no regular file, or vanished while it was read, or all files together are larger
+            than ``limit`` bytes.
     """
     lines: list[bytes] = []
     try:
-        for relative, _ in walk(root):
+        listed = [(relative, entry) for relative, entry in walk(root) if relative != INCIDENT]
+        total = sum(entry.stat(follow_symlinks=False).st_size for _, entry in listed)
+        if total > limit:
+            raise EvidenceError(f"files of {total:,} bytes are more than the {limit:,} a digest is made of", str(root))
+        for relative, _ in listed:
             if "\n" in relative or "\t" in relative:
                 raise EvidenceError(f"file name {relative!r:.80} cannot be listed", str(root), "rename or remove it")
-            if relative != INCIDENT:
-                lines.append(os.fsencode(relative) + b"\t" + file_digest(root, relative)[1].encode() + b"\n")
+            lines.append(os.fsencode(relative) + b"\t" + file_digest(root, relative).encode() + b"\n")
     except OSError as error:
         raise EvidenceError(f"cannot be read ({error.strerror or error})", str(root)) from None
     return hashlib.sha256(b"".join(sorted(lines))).hexdigest()

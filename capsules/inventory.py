@@ -9,6 +9,9 @@ import numpy as np
 
 from .batches import BATCH_ARRAYS
 from .damage import Damage
+from .errors import EvidenceError
+from .integrity import digest
+from .limits import MAX_HASHED_AT_A_GLANCE
 from .manifest import AttachedFile, Trigger
 from .replayable import ReplayItem
 
@@ -117,13 +120,11 @@ def _at(value: Any, path: list[str]) -> Any:
 
 
 def take_inventory(capsule: Capsule) -> Inventory:
-    """Read everything once and count it."""
-    from .errors import EvidenceError
-
+    """Read everything once and count it; a very large capsule goes without its digest, which reads every byte again."""
     try:
-        digest = capsule.digest()
+        digest_now = digest(capsule.path, MAX_HASHED_AT_A_GLANCE)
     except EvidenceError:  # damage() names the file
-        digest = None
+        digest_now = None
     return Inventory(
         id=capsule.id,
         title=capsule.title,
@@ -142,7 +143,7 @@ def take_inventory(capsule: Capsule) -> Inventory:
         files=list(capsule.files()),
         replay=list(capsule.replay_items()),
         damage=list(capsule.damage()),
-        digest=digest,
+        digest=digest_now,
     )
 
 

@@ -27,6 +27,10 @@ MAX_ARRAYS_BYTES = 2 * GIB
 #: Datasets in one arrays file, and dimensions of one array.
 MAX_DATASETS = 4096
 MAX_DIMENSIONS = 32
+#: Bytes whose SHA-256 is taken while looking at a capsule, and when its digest is asked for. Sparse files announce
+#: terabytes and hold nothing.
+MAX_HASHED_AT_A_GLANCE = 2 * GIB
+MAX_DIGEST_BYTES = 1024 * GIB
 #: Ranks of one capsule.
 MAX_RANKS = 65_536
 #: Damage entries listed one by one for a single file; further ones are counted.

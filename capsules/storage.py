@@ -176,24 +176,27 @@ def read_inside(root: Path, relative: str, limit: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise EvidenceError(f"file of {size:,} bytes is larger than {limit:,}", relative)
-        return _read(file.fileno(), limit, relative)
+        return _read(file.fileno(), size, limit, relative)
 
 
 def read_tail(root: Path, relative: str, limit: int) -> tuple[bytes, int]:
     """Read the newest ``limit`` bytes of a file; return them and how many older bytes were left out."""
     with os.fdopen(open_inside(root, relative), "rb") as file:
-        skipped = max(0, os.fstat(file.fileno()).st_size - limit)
+        size = os.fstat(file.fileno()).st_size
+        skipped = max(0, size - limit)
         os.lseek(file.fileno(), skipped, os.SEEK_SET)
-        return _read(file.fileno(), limit, relative), skipped
+        return _read(file.fileno(), size - skipped, limit, relative), skipped
 
 
-def _read(descriptor: int, limit: int, relative: str) -> bytes:
+def _read(descriptor: int, expected: int, limit: int, relative: str) -> bytes:
+    """Read to the end, ``limit`` bytes at most; the ``expected`` ones in one piece: joining would copy a gigabyte."""
     chunks: list[bytes] = []
     room = limit
     try:
-        while room > 0 and (chunk := os.read(descriptor, min(room, 1 << 24))):
+        while room > 0 and (chunk := os.read(descriptor, min(room, max(expected, 1 << 16)))):
             chunks.append(chunk)
             room -= len(chunk)
+            expected -= len(chunk)
     except OSError as error:
         raise EvidenceError(error.strerror or str(error), relative) from None
     return b"".join(chunks) if len(chunks) != 1 else chunks[0]

@@ -21,30 +21,19 @@ def read_incident(capsule: Path) -> dict[str, Any]:
     """The record as it stands, with fields that we do not know; empty where there is none.
 
     Raises:
-        IncidentError: it is a link, too large, or no JSON object.
+        IncidentError: it is no regular file, too large, or no JSON object.
     """
     from ...capsules.errors import EvidenceError
-    from ...capsules.jsonio import decode
+    from ...capsules.jsonio import decode_object
+    from ...capsules.storage import read_inside
 
-    path = capsule / _NAME
     try:
-        # The capsule may come from a stranger: a link out of it is not followed.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # The capsule may come from a stranger: a link is not followed, a pipe not waited for.
+        return decode_object(read_inside(capsule, _NAME, _LIMIT))
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise IncidentError(f"{path} cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as stream:
-        content = stream.read(_LIMIT + 1)
-    if len(content) > _LIMIT:
-        raise IncidentError(f"{path} is larger than {_LIMIT >> 20} MiB; move it away")
-    try:
-        record = decode(content, _NAME)
     except EvidenceError as error:
-        raise IncidentError(f"{path} is not JSON ({error}); move it away") from error
-    if not isinstance(record, dict):
-        raise IncidentError(f"{path} is not a JSON object; move it away")
-    return record
+        raise IncidentError(f"{capsule / _NAME} cannot be used: {error.what}; move it away") from error
 
 
 def update_incident(capsule: Path, changes: dict[str, Any]) -> None:

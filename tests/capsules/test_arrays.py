@@ -276,3 +276,16 @@ class TestGeneratorStates:
         assert c.rng(3, rank=1) is None
         assert c.rng_steps() == (2,)
         assert c.has("rng")
+
+
+def test_two_threads_write_arrays_at_once(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def write(turn: int) -> int:
+        with CapsuleWriter(tmp_path / f"{turn}.capsule") as w:
+            for step in range(20):
+                w.batch(step=step, input_ids=np.full((4, 100), turn))
+        return len(Capsule.open(tmp_path / f"{turn}.capsule").batches())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(write, range(4))) == [20] * 4
