@@ -51,14 +51,23 @@ def observed_windows(capsule: Capsule) -> list[Observed]:
     by_step = [(step, list(group)) for step, group in groupby(batches, key=lambda each: each.step)]
     chosen = _spread(by_step, 2 * MAX_WINDOWS)
     expected = _recorded_micros(capsule, {step for step, _ in chosen})
+    stepped = _stepped(capsule)
     loose = [each.reported_loss for each in batches if each.reported_loss is not None]
     decimals = printed_decimals(np.asarray(loose, dtype=np.float64))
     found: list[Observed] = []
     for step, group in chosen:
+        if stepped and step not in stepped and len(group) < ((training.accumulation_steps if training else None) or 1):
+            continue  # the micro-batches left over at the end of a run, for which nobody stepped
         found.extend(_observe_step(capsule, step, group, expected, decimals))
         if len(found) >= 2 * MAX_WINDOWS:
             break
     return list(_spread(found, MAX_WINDOWS))
+
+
+def _stepped(capsule: Capsule) -> set[int]:
+    """Steps in which the optimizer was asked to step, where such events are on record at all."""
+    events = capsule.records("events")
+    return {each["step"] for each in events if str(each.get("kind")).startswith("optimizer_step") and "step" in each}
 
 
 def _recorded_micros(capsule: Capsule, steps: set[int]) -> dict[tuple[int, int], set[int]]:
@@ -122,13 +131,16 @@ def recorded_windows(capsule: Capsule) -> list[Observed]:
             continue
         windows.setdefault(step, []).append(RecordedSums(mean * tokens if total is None else total, tokens))
         configured[step] = record.get("window") or len(windows[step])
-    world = _world(capsule)
+    world, stepped = _world(capsule), _stepped(capsule)
     decimals = printed_decimals(np.asarray(series.value))
     found = [
         Observed(Window(step, rank, (tuple(sums),), configured[step], world), numbers[step], decimals, u, u)
         for u in (UNIT_ROUNDOFF["float32"],)
         for step, sums in sorted(windows.items())
-        if len(sums) > 1 and np.isfinite(numbers.get(step, np.nan)) and np.isfinite([e.loss_sum for e in sums]).all()
+        if len(sums) > 1
+        and (not stepped or step in stepped or len(sums) >= configured[step])
+        and np.isfinite(numbers.get(step, np.nan))
+        and np.isfinite([e.loss_sum for e in sums]).all()
     ]
     return list(_spread(found, MAX_WINDOWS))
 

@@ -150,8 +150,10 @@ class ModuleHooks:
             self._tape.on, self._paused = True, False
         elif self._tape.on and not inside_backward():
             try:
-                if "output" not in self.call:
-                    self.call.update(inputs=inputs, keywords=keywords, output=output)
+                # A loss comes from the first call that has a graph; a look without one, before or after, is none of it.
+                graph = torch.is_grad_enabled()
+                if "output" not in self.call or (graph and not self.call["graph"]):
+                    self.call.update(inputs=inputs, keywords=keywords, output=output, graph=graph)
                 if not children(module):  # a model of one module: its output is its only activation
                     self._measure("output", output)
             except Exception as error:

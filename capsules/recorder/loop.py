@@ -12,7 +12,7 @@ from torch import Tensor
 from . import batch, statistics
 from .hooks import ModuleHooks
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
-from .ring import Micro
+from .ring import LOGITS_BYTES, Micro
 from .tape import Row, Tape, gather
 from .window import Window
 
@@ -263,8 +263,11 @@ class Loop:
     @torch.no_grad()
     def _read_batch(self, window: Window, micro: Micro, call: dict[str, Any]) -> None:
         inputs, keywords = call.get("inputs", ()), call.get("keywords", {})
+        graph = bool(call.get("graph", True))
+        if micro.readings is not None and (micro.has_graph or not graph):
+            return  # another forward after that of the loss
         found = batch.find(micro.given, inputs, keywords, self.hooks.root)
-        if not micro.arrays:
+        if not micro.arrays or micro.readings is not None:
             # Loops reuse their buffers; ids and masks are small.
             micro.arrays = {name: tensor.detach().clone() for name, tensor in found.items()}
             micro.keys = batch.keys_of(micro.given) or ([*keywords] or None)
@@ -286,7 +289,9 @@ class Loop:
             else batch.targets_of(labels, micro.layout, self.ignore_index)
         )
         micro.readings = batch.Readings(logits, ids, targets, self.ignore_index)
-        micro.hold_logits(logits)
+        micro.has_graph = graph
+        if logits.nbytes + sum(each.logits_bytes for each in window.micros) <= LOGITS_BYTES:
+            micro.hold_logits(logits)
         known = self.tape.seen(logits)
         about = self.hooks.describe("logits", "logits", logits)
         if known is None:
@@ -331,6 +336,8 @@ class Loop:
             return True
         if self.named:
             return False
+        if next(self.hooks.root.parameters(), None) is None:  # no model was given: all that steps is the job's
+            return True
         groups = getattr(optimizer, "param_groups", ())
         if any(id(parameter) in self.hooks.parameters for group in groups for parameter in group["params"]):
             self.optimizers.append(optimizer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import Readings
 from .internals import version
 
-# Whole logits are kept beside their readings only while all of them in the ring fit into this.
+# Whole logits are kept beside their readings only while all of them in the ring, or in the open window, fit into this.
 LOGITS_BYTES = 64 << 20
 
 
@@ -56,6 +56,7 @@ class Micro:
     keys: list[str] | None = None
     layout: str | None = None
     readings: Readings | None = None
+    has_graph: bool = False  # the readings are of a forward whose output a backward can start from
     logits: Tensor | None = None
     logits_version: int = -1
     backward_losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -73,6 +74,11 @@ class Micro:
     def hold_logits(self, logits: Tensor) -> None:
         """Keep a reference to the logits; a copy would cost as much as they do."""
         self.logits, self.logits_version = logits.detach(), version(logits)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes that the reference keeps alive."""
+        return 0 if self.logits is None else self.logits.nbytes
 
     def untouched_logits(self) -> Tensor | None:
         """The logits where nothing has written into them since the model returned them."""
@@ -101,10 +107,9 @@ class Ring:
         room = LOGITS_BYTES
         for entry in reversed(self.entries):
             for micro in reversed(entry.micros):
-                if micro.logits is not None:
-                    room -= micro.logits.numel() * micro.logits.element_size()
-                    if room < 0:
-                        micro.logits = None
+                room -= micro.logits_bytes
+                if room < 0:
+                    micro.logits = None
 
     def unwritten(self) -> list[Entry]:
         """Windows that are not on disk yet, oldest first; they count as written from now on."""

@@ -218,6 +218,27 @@ class TestBatches:
         if given == "row of one more":
             assert (found.labels == targets.numpy()).all()
 
+    @pytest.mark.parametrize("other", ["before", "after"])
+    def test_the_logits_are_those_of_the_forward_that_was_trained_on(self, run: Any, gpt: Any, other: str) -> None:
+        """A look at fixed rows without a graph, in training mode: a metric, or a teacher."""
+        recording = run()
+        (inputs, targets), (probe, _) = gpt.shifted(0), gpt.shifted(1)
+        expected = recording.model(inputs).detach().logsumexp(-1)
+
+        def look() -> None:
+            with torch.no_grad():
+                recording.model(probe)
+
+        with recording.recorder.step(batch=(inputs, targets)):
+            if other == "before":
+                look()
+            gpt.cross_entropy(recording.model(inputs), targets).backward()
+            recording.optimizer.step()
+            if other == "after":
+                look()
+        (found,) = recording.capsule().batches()
+        assert found.logsumexp == pytest.approx(expected.numpy(), rel=1e-5)
+
     @pytest.mark.parametrize("given", [True, False])
     def test_ids_outside_the_vocabulary_are_recorded_and_break_nothing(
         self, run: Any, gpt: Any, caplog: Any, given: bool
@@ -264,6 +285,7 @@ class TestRecords:
         assert [sample["id"] for sample in samples] == ["a", "b", "c", "d"]
         assert samples[0]["sha256"] == hashlib.sha256(inputs[0].numpy().astype("<i8").tobytes()).hexdigest()
         assert [sample["length"] for sample in samples] == [12] * 4
+        assert [sample["loss_tokens"] for sample in samples] == [12] * 4
         begin = capsule.records("events")[0]
         assert (begin["kind"], begin["data_cursor"]) == ("step_begin", {"shard": 3})
 
