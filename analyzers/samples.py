@@ -26,7 +26,10 @@ MIN_RELATIVE_SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample in one step; ``loss`` is its own mean in nats a token, ``row`` its place in the step."""
+    """One training sample in one step; ``row`` is its place in the step.
+
+    ``loss`` is its own mean in nats a token, over ``loss_tokens`` of its ``length`` tokens (None where not on record).
+    """
 
     step: int
     rank: int
@@ -35,6 +38,12 @@ class Sample:
     loss: float
     length: int | None
     source: str | None = None
+    loss_tokens: int | None = None
+
+    @property
+    def weight(self) -> int | None:
+        """How many tokens its loss is a mean over, as far as known."""
+        return self.length if self.loss_tokens is None else self.loss_tokens
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def samples_by_step(capsule: Capsule) -> dict[int, list[Sample]]:
         if loss is None:
             continue
         name = record.get("id") or str(record.get("sha256") or "")[:12] or f"row {row}"
-        length, source = record.get("length"), record.get("source")
+        length, source, tokens = record.get("length"), record.get("source"), record.get("loss_tokens")
         steps[step].append(
             Sample(
                 step,
@@ -83,6 +92,7 @@ def samples_by_step(capsule: Capsule) -> dict[int, list[Sample]]:
                 float(loss),
                 int(length) if length is not None else None,
                 str(source) if source is not None else None,
+                int(tokens) if tokens is not None else None,
             )
         )
     if not steps:
@@ -113,7 +123,7 @@ def _batch_samples(batch: Any) -> list[Sample]:
         if tokens:
             name = str(ids[row]) if row < len(ids) else f"row {row}"
             mean = float(token_loss[row][supervised[row]].mean())
-            rows.append(Sample(batch.step, batch.rank or 0, row, name, mean, tokens))
+            rows.append(Sample(batch.step, batch.rank or 0, row, name, mean, tokens, loss_tokens=tokens))
     return rows
 
 
@@ -140,8 +150,8 @@ def distinct_share(capsule: Capsule, sample: Sample) -> tuple[float, float] | No
 def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float) -> Outlier | None:
     """The sample of a step with the largest (or a non-finite) loss, measured against the others and the past.
 
-    The deviation of a sample that is shorter than usual is divided by √(usual length / its length): a mean over few
-    tokens is noisier.
+    The deviation of a sample whose loss covers fewer tokens than usual is divided by √(usual tokens / its tokens): a
+    mean over few tokens is noisier.
 
     Args:
         step: samples of one step.
@@ -165,9 +175,9 @@ def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float
     if past.size:
         median = float(np.median(past))
         sigma = max(float(np.median(np.abs(past - median))) * MAD_TO_SIGMA, MIN_RELATIVE_SPREAD * abs(median), 1e-12)
-        lengths = [each.length for each in before if each.length]
-        if sample.length and lengths:
-            sigma *= math.sqrt(max(1.0, float(np.median(lengths)) / sample.length))
+        weights = [each.weight for each in before if each.weight]
+        if sample.weight and weights:
+            sigma *= math.sqrt(max(1.0, float(np.median(weights)) / sample.weight))
         excess = sample.loss - median
         z = excess / sigma
         usual_excess = float(past.max()) - median

@@ -42,17 +42,18 @@ def poison_sample(capsule: Capsule) -> Iterator[Finding]:
         One sample alone is not finite. Or it lies more than 6 robust σ above the trailing median and beyond anything
         in that window, and is worse than a uniform guess over the vocabulary by a nat, or more than half of the loss of
         a step of four or more samples; or it is more than 10 σ and 2 × beyond, which is info up to 20 σ without harm.
-        The other samples of the step must be ordinary, and the run must not have left its path before; short samples
-        are allowed a wider spread.
+        The other samples of the step must be ordinary, and the run must not have left its path before; samples whose
+        loss covers few tokens are allowed a wider spread, and below 16 only a loss that is not finite counts.
         A sample of 120 tokens or fewer may be a single line: unless harm follows within 20 steps or the loss is above
         twice that guess, its tokens must be on record and must not merely repeat themselves (less than half the variety
         of their neighbours); info otherwise. Where the run leaves its path only later than that, the sample is a
         finding of its own and not the cause.
 
     Looks like it but is not:
-        Hard text, whose losses have a heavy tail but recur; a line of dashes, as improbable to a young model as noise;
-        several samples high at once (the model or the rate); every sample after a run diverged; a float16 overflow that
-        reached one row first; a memorised set, where one sample holds most of a loss of nothing; a batch of one.
+        A short answer, whose loss is that of one or two tokens; hard text, whose losses have a heavy tail but recur; a
+        line of dashes, as improbable to a young model as noise; several samples high at once (the model or the rate);
+        every sample after a run diverged; a float16 overflow that reached one row first; a memorised set, where one
+        sample holds most of a loss of nothing; a batch of one.
 
     What to try next:
         Decode the sample; run the step without it from the same state.
@@ -104,7 +105,8 @@ def _reason(outlier: Outlier, start: float, guess: float | None, later: Sequence
     loss = outlier.sample.loss
     if not math.isfinite(loss):
         return "nonfinite" if outlier.others and outlier.others_finite else None
-    if not known or not outlier.alone or not _others_ordinary(outlier):
+    few = outlier.sample.loss_tokens is not None and outlier.sample.loss_tokens < T.MIN_LOSS_TOKENS
+    if not known or few or not outlier.alone or not _others_ordinary(outlier):
         return None
     if not outlier.others and not _ordinary_again(outlier, later):
         return None

@@ -39,6 +39,8 @@ LINE_TOKENS: Final = 120
 REPETITIVE: Final = 0.5
 #: No repetition is worse than this multiple of a uniform guess.
 EXTREME_OF_GUESS: Final = 2.0
+#: A mean over fewer tokens than this is one or two surprising tokens (answers of one to five: 9 nats in a sound run).
+MIN_LOSS_TOKENS: Final = 16
 #: Steps within which a bad sample shows its harm.
 HARM_STEPS: Final = 20
 #: Later samples that must be ordinary again where a step has a single sample.

@@ -117,7 +117,7 @@ class Output:
                 sample["id"] = micro.sample_ids[index]
             # NaN is evidence where the row had tokens to predict, and nothing where it had none.
             if micro.sample_loss is not None and micro.sample_tokens and micro.sample_tokens[index] > 0:
-                sample["loss"] = micro.sample_loss[index]
+                sample |= {"loss": micro.sample_loss[index], "loss_tokens": int(micro.sample_tokens[index])}
             found.append(sample)
         return found
 

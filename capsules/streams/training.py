@@ -54,7 +54,7 @@ class Event(Record):
 
 
 class Sample(Record):
-    """One sample of the data set as it was seen; ``length`` in tokens, ``loss`` in nats per token."""
+    """One sample of the data set as it was seen; ``length`` in tokens, ``loss`` in nats per token of ``loss_tokens``."""
 
     id: str | None = None
     sha256: str | None = None
@@ -66,6 +66,7 @@ class Sample(Record):
     truncated: bool | None = None
     epoch: float | None = None
     loss: float | None = None
+    loss_tokens: Count | None = None
     text: str | None = None
 
 

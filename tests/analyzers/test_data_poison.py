@@ -204,6 +204,25 @@ def test_a_short_sample_may_scatter_more(build, findings_of):
     assert not findings_of(RULE, build(lambda writer: writer.records("samples", records), BYTES))
 
 
+@pytest.mark.parametrize(("tokens", "named"), [(3, False), (15, False), (16, True), (64, True)])
+def test_the_loss_of_a_short_answer_is_one_or_two_surprising_tokens(build, findings_of, tokens, named):
+    """Rows of 64 tokens of which the labels of one ask for a few: 25 nats above the rest, whatever its length says."""
+    losses = sample_losses(100)
+    losses[80][3] = 28.0
+    records = [{**each, "loss_tokens": 64} for each in sample_records(losses)]
+    records = [{**each, "loss_tokens": tokens} if each["id"] == "s80.3" else each for each in records]
+    assert bool(findings_of(RULE, build(lambda writer: writer.records("samples", records), BYTES))) is named
+
+
+@pytest.mark.parametrize(("tokens", "named"), [(16, False), (64, True)])
+def test_few_supervised_tokens_scatter_like_a_short_sample(build, findings_of, tokens, named):
+    losses = sample_losses(100)
+    records = [{**each, "loss_tokens": 64} for each in sample_records(losses)]
+    # 4.3 nats above the others are 11 σ of 0.4 nats over 64 tokens; over 16 the spread is twice that.
+    records = [{**each, "loss": 6.8, "loss_tokens": tokens} if each["id"] == "s80.3" else each for each in records]
+    assert bool(findings_of(RULE, build(lambda writer: writer.records("samples", records), BYTES))) is named
+
+
 @pytest.mark.quiet(RULE)
 def test_a_batch_of_one_that_stays_high_is_the_model(build, findings_of):
     losses = sample_losses(120, batch=1)
