@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import signal
+import threading
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,7 +69,7 @@ class Console(App[None]):
 
     def on_mount(self) -> None:
         """Workers start with the first question, after the first paint."""
-        self.call_after_refresh(_collect_garbage_again)
+        self.call_after_refresh(_painted)
         self.app_resume_signal.subscribe(self, self._draw_again)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -172,10 +174,11 @@ class Console(App[None]):
             self.notify(words, timeout=3)
 
 
-def _collect_garbage_again() -> None:
-    """What was loaded for the first paint stays: leaving it out keeps collections short, so that no key waits."""
-    gc.freeze()
+def _painted() -> None:
+    """What the first paint did without: garbage collection, and the screens that the first key may open."""
+    gc.freeze()  # what is loaded stays: leaving it out keeps collections short, so that no key waits
     gc.enable()
+    threading.Thread(target=import_module, args=(".screens.capsule", __package__), daemon=True).start()
 
 
 def run(directory: Path, chosen: Path | None = None, *, repository: Path | None = None) -> int:

@@ -1,6 +1,7 @@
 """The only way from the screen to capsules: questions to warm worker processes, answers as messages.
 
-Two workers, so that a list or a curve never waits for a verdict that takes long. A question that was not yet asked
+Three workers, so that a list or a curve never waits for a verdict or a large table. Each starts with its first
+question. A question that was not yet asked
 of the worker is replaced by a newer one of the same key: a screen wants the latest answer, not all of them.
 """
 
@@ -16,7 +17,8 @@ from textual.message_pump import MessagePump
 
 from ..worker import Worker, WorkerError
 
-Channel = Literal["look", "verdict"]
+#: ``look`` answers at once; ``table`` makes tables of all records of a kind; ``verdict`` runs the rules.
+Channel = Literal["look", "table", "verdict"]
 
 
 class Answer(Message):
@@ -51,7 +53,7 @@ class Link:
     """Owns the workers and their threads; ``close`` ends both."""
 
     def __init__(self) -> None:
-        self._lines: dict[Channel, _Line] = {"look": _Line(), "verdict": _Line()}
+        self._lines: dict[Channel, _Line] = {"look": _Line(), "table": _Line(), "verdict": _Line()}
 
     def ask(
         self,
@@ -69,7 +71,7 @@ class Link:
             asker: widget, screen or app that gets the answer.
             method: method of the worker.
             params: its parameters.
-            channel: ``verdict`` for what may take seconds.
+            channel: who answers; what may take seconds must not be asked of ``look``.
             key: tells apart questions of one method that must all be answered.
             timeout: seconds before the worker is killed and started afresh.
         """

@@ -7,9 +7,10 @@ to choose colours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:  # numpy stays in the worker
     from ..columns import Columns
@@ -27,8 +28,7 @@ _HALF_BLOCKS = (" ", "▀", "▄", "█")
 _MARKS = (("n", "N", "N"), ("p", "▲", "^"), ("m", "▼", "v"), ("z", "0", "0"))
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One character of the picture; ``series`` is the index of the series that drew it, None for empty cells."""
 
     text: str
@@ -46,11 +46,19 @@ class Axis:
 
     def pixel(self, value: float, height: int) -> int:
         """Row of a value, 0 at the top of ``height`` pixel rows."""
-        low, high, value = (self._scale(each) for each in (self.low, self.high, value))
+        return self.pixels(height)(value)
+
+    def pixels(self, height: int) -> Callable[[float], int]:
+        """The row of each value, 0 at the top of ``height`` pixel rows; made once for many values."""
+        low, high, scale, bottom = self._scale(self.low), self._scale(self.high), self._scale, height - 1
         if high <= low:
-            return height // 2
-        share = (value - low) / (high - low)
-        return min(height - 1, max(0, round((1.0 - share) * (height - 1))))
+            return lambda value: height // 2
+
+        def pixel(value: float) -> int:
+            row = round((1.0 - (scale(value) - low) / (high - low)) * bottom)
+            return 0 if row < 0 else bottom if row > bottom else row
+
+        return pixel
 
     def _scale(self, value: float) -> float:
         if not self.log:
@@ -82,13 +90,16 @@ def draw(
     owner: list[list[int | None]] = [[None] * width for _ in range(height)]
     for index, columns in enumerate(series):
         for x, top, bottom in _spans(columns, axis, height * high):
-            for y in range(top, bottom + 1):
-                row, column = y // high, x // wide
-                if column < width:
-                    masks[row][column] |= _bit(charset, x % wide, y % high)
-                    owner[row][column] = index
+            column = x // wide
+            if column >= width:
+                continue
+            for row in range(top // high, bottom // high + 1):
+                begin, end = max(top - row * high, 0), min(bottom - row * high, high - 1)
+                masks[row][column] |= _stroke(charset, x % wide, begin, end)
+                owner[row][column] = index
     rows = [
-        [Cell(_character(charset, mask), owner[y][x]) for x, mask in enumerate(line)] for y, line in enumerate(masks)
+        [_cell(charset, mask, series) for mask, series in zip(*both, strict=True)]
+        for both in zip(masks, owner, strict=True)
     ]
     for index, columns in enumerate(series):
         for x, letters in enumerate(columns.marks):
@@ -100,6 +111,7 @@ def draw(
 def _spans(columns: Columns, axis: Axis, height: int) -> list[tuple[int, int, int]]:
     """(column, top, bottom) in pixels: each column's own range, stretched to meet the one before it."""
     spans: list[tuple[int, int, int]] = []
+    pixel = axis.pixels(height)
     previous: tuple[int, int] | None = None  # column and pixel row where the line stands
     for x, (low, high, first, last) in enumerate(
         zip(columns.low, columns.high, columns.first, columns.last, strict=True)
@@ -108,12 +120,11 @@ def _spans(columns: Columns, axis: Axis, height: int) -> list[tuple[int, int, in
             previous = None
         if low is None or high is None or first is None or last is None:
             continue
-        top, bottom = axis.pixel(high, height), axis.pixel(low, height)
-        start = axis.pixel(first, height)
+        top, bottom, start = pixel(high), pixel(low), pixel(first)
         if previous is not None:
             spans += _line(previous, (x, start))
         spans.append((x, top, bottom))
-        previous = None if columns.marks[x] else (x, axis.pixel(last, height))
+        previous = None if columns.marks[x] else (x, pixel(last))
     return spans
 
 
@@ -131,8 +142,15 @@ def _line(begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int, 
     return strokes
 
 
-def _bit(charset: Charset, x: int, y: int) -> int:
-    return _BRAILLE_BITS[x][y] if charset == "braille" else 1 << y
+@cache
+def _stroke(charset: Charset, x: int, top: int, bottom: int) -> int:
+    """Mask of a vertical stroke in one cell, its ends included."""
+    return sum(_BRAILLE_BITS[x][y] if charset == "braille" else 1 << y for y in range(top, bottom + 1))
+
+
+@cache
+def _cell(charset: Charset, mask: int, series: int | None) -> Cell:
+    return Cell(_character(charset, mask), series)
 
 
 def _character(charset: Charset, mask: int) -> str:

@@ -8,7 +8,7 @@ from textual import on
 from textual.containers import Vertical
 from textual.message import Message
 
-from ..link import Answer
+from ..link import Answer, Channel
 
 if TYPE_CHECKING:
     from ..app import Console
@@ -21,11 +21,13 @@ class View(Vertical, can_focus=True):
         name_: the word in the tab.
         needs: evidence the view draws, as rules name it; ``|`` between alternatives.
         teach: what to do where it was not captured, in one line.
+        channel: which worker answers, unless a question says otherwise.
     """
 
     name_: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     teach: ClassVar[str] = ""
+    channel: ClassVar[Channel] = "look"
 
     class CursorMoved(Message):
         """A view moved the step cursor; the screen tells the other views."""
@@ -39,10 +41,10 @@ class View(Vertical, can_focus=True):
         self.path = path
         self.step: float | None = None
 
-    def ask(self, method: str, key: str = "", **params: Any) -> None:
+    def ask(self, method: str, key: str = "", *, channel: Channel | None = None, **params: Any) -> None:
         """Put a question about this capsule; ``answered`` gets the result."""
         link = cast("Console", self.app).link
-        link.ask(self, method, {"path": self.path, **params}, key=key)
+        link.ask(self, method, {"path": self.path, **params}, channel=channel or self.channel, key=key)
 
     @on(Answer)
     def _on_answer(self, answer: Answer) -> None:

@@ -28,6 +28,7 @@ class BatchView(View):
 
     name_ = "batch"
     needs = "batches.input_ids"
+    channel = "table"
     teach = "with rec.step(batch=batch): keeps the last batches, and the logits' log-sum-exp beside them"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("batch")]
     DEFAULT_CSS = """

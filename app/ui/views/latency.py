@@ -28,6 +28,7 @@ class LatencyView(View):
 
     name_ = "latency"
     needs = "records.requests"
+    channel = "table"
     teach = (
         'record requests: writer.record("requests", {"id": …, "queue": seconds, "prefill": seconds, "ttft": seconds, '
         '"worker": …}); the importer reads them from bench results and logs'

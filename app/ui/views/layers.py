@@ -24,6 +24,7 @@ class LayersView(View):
 
     name_ = "layers"
     needs = "stats"
+    channel = "table"
     teach = 'Recorder("runs", model=model, every=50) keeps norms each step and full statistics every 50 steps'
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("layers")]
     DEFAULT_CSS = """

@@ -40,6 +40,7 @@ class MemoryView(View):
 
     name_ = "memory"
     needs = "records.memory|scalars.memory_allocated"
+    channel = "table"
     teach = (
         'record the ledger: writer.record("memory", {"step": 3, "phase": "forward", "weights": bytes, "allocated": '
         "bytes, …}); the recorder writes the allocator's timeline by itself where there is a device"

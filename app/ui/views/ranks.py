@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import ClassVar
 
 import msgspec
@@ -34,6 +35,7 @@ class RanksView(View):
 
     name_ = "ranks"
     needs = "records.collectives|records.ranks"
+    channel = "table"
     teach = (
         "run with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and import the dumps of all "
         "ranks: llmconsole import DUMPS -o DIR"
@@ -113,9 +115,13 @@ def grid_text(grid: RanksGrid, width: int) -> Text:
     for index, row in enumerate(grid.rows):
         here = grid.top + index == grid.row
         text.append(f"{'▸' if here else ' '}{row.rank:>4} {one_line(row.exit)[:4]:<5}", "bold" if here else "")
-        for place, sign in enumerate(row.cells):
-            style = _STYLES.get(sign, "")
-            text.append(sign, f"{style} reverse" if place == cursor else style)
+        for piece, reverse in (
+            (row.cells[:cursor], ""),
+            (row.cells[cursor : cursor + 1], " reverse"),
+            (row.cells[cursor + 1 :], ""),
+        ):
+            for sign, run in groupby(piece):  # a style a run: one a cell makes a wide screen crawl
+                text.append("".join(run), f"{_STYLES.get(sign, '')}{reverse}")
         if timed:
             room = _BAR if shown else max(_BAR, width - _LABEL - 12)
             text.append(" " * (shown - len(row.cells) + 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
@@ -188,10 +189,13 @@ class Timeline(Widget):
         at = self._column_of(self.cursor) if self.cursor is not None else None
         colours = [self._colour(index) for index in range(max(1, len(self._curves)))]
         segments: list[Segment] = []
-        for x, cell in enumerate(self._cells[row]):
-            style = mark if cell.mark else colours[cell.series or 0]
-            segments.append(Segment(cell.text, style + cursor_style if x == at else style))
-        return list(Segment.simplify(segments))  # one change of colour a stretch, not one a cell
+        # One change of colour a stretch, not one a cell.
+        for (marked, series, here), cells in groupby(
+            enumerate(self._cells[row]), lambda each: (each[1].mark, each[1].series or 0, each[0] == at)
+        ):
+            style = mark if marked else colours[series]
+            segments.append(Segment("".join(cell.text for _, cell in cells), style + cursor_style if here else style))
+        return segments
 
     def _steps(self, label: Style) -> list[Segment]:
         """The axis of steps with the signs of events on it."""
