@@ -54,7 +54,7 @@ class Event(Record):
 
 
 class Sample(Record):
-    """One sample of the data set as it was seen; ``length`` in tokens, ``loss`` in nats per token of ``loss_tokens``."""
+    """One sample as it was seen: ``length`` in tokens, ``loss`` in nats a token over ``loss_tokens`` of them."""
 
     id: str | None = None
     sha256: str | None = None
