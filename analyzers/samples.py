@@ -23,6 +23,9 @@ MAD_TO_SIGMA = 1.4826
 #: A spread is never taken as smaller than this share of the median, or a memorised set has outliers everywhere.
 MIN_RELATIVE_SPREAD = 0.02
 
+#: Ids beyond this many are left out of token frequencies.
+MOST_TOKENS = 1 << 19
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -145,6 +148,43 @@ def distinct_share(capsule: Capsule, sample: Sample) -> tuple[float, float] | No
         return None
     others = [share for row, share in enumerate(shares) if row != sample.row and not math.isnan(share)]
     return (shares[sample.row], min(others)) if others else None
+
+
+def token_shift(capsule: Capsule, step: int, back: int) -> tuple[float, float] | None:
+    """How far the tokens of a step lie from those of the captured steps before it, and those from each other.
+
+    Both are total variation distances of token frequencies, 0 to 1: of the step from all earlier ones together, and
+    the largest of an earlier one from the rest.
+
+    Args:
+        capsule: with captured batches of training.
+        step: the step to judge.
+        back: how many steps before it count.
+
+    Returns:
+        None where the step or two earlier ones were not captured. Of the step and the later captured ones the nearest
+        counts: one odd batch is no change of the data.
+    """
+    counts: dict[int, NDArray[np.float64]] = {}
+    for batch in capsule.batches():
+        if batch.input_ids is not None and batch.split in (None, "train") and batch.step >= step - back:
+            ids, mask = np.asarray(batch.input_ids, np.int64), batch.attention_mask
+            ids = ids[np.asarray(mask) > 0] if mask is not None and np.shape(mask) == ids.shape else ids.ravel()
+            found = np.bincount(ids[(ids >= 0) & (ids < MOST_TOKENS)], minlength=MOST_TOKENS).astype(np.float64)
+            counts[batch.step] = counts.get(batch.step, 0.0) + found
+    earlier = [counts[at] for at in sorted(counts) if at < step]
+    if step not in counts or len(earlier) < 2:
+        return None
+    usual = max(_distance(each, sum(earlier) - each) for each in earlier)
+    away = [_distance(counts[at], sum(earlier)) for at in sorted(counts) if at >= step]
+    return (min(away), usual)
+
+
+def _distance(left: Any, right: Any) -> float:
+    """Total variation distance of two sets of counts; 0 where one is empty."""
+    if not left.sum() or not right.sum():
+        return 0.0
+    return float(np.abs(left / left.sum() - right / right.sum()).sum()) / 2
 
 
 def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float) -> Outlier | None:

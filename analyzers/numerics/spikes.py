@@ -11,7 +11,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
-from ..samples import samples_by_step, worst_sample
+from ..samples import samples_by_step, token_shift, worst_sample
 from . import thresholds as T
 from .symptoms import Curve, curve, first_maximum, skipped_steps, spread, start_level, trailing
 
@@ -127,7 +127,8 @@ def loss_spike(capsule: Capsule) -> Iterator[Finding]:
         Above mean + 6σ of the previous 128 (at least 32), or above 10 × the maximum of the first 100, or above 2 × the
         median of the previous 20 while the gradient norm is above 2 × its own; and by at least 2 % of the loss at the
         start. Back within 30 steps (3 robust σ of the level before): info. Not back: warning. A record that ends inside
-        a spike: warning from 12σ or twice the level on, info below. The cause is named where samples, loss scale, norms
+        a spike: warning from 12σ or twice the level on, info below; info, too, where the captured batches hold other
+        tokens from this step on and the loss falls again. The cause is named where samples, loss scale, norms
         before and after the reduction, or events show it; undetermined otherwise.
 
     Looks like it but is not:
@@ -187,9 +188,12 @@ def _numbers(spike: Spike) -> tuple[Evidence, ...]:
 
 
 def _spike_finding(capsule: Capsule, spike: Spike) -> Finding:
-    cause, evidence = _spike_cause(capsule, spike.step)
+    changed = _other_data(capsule, spike.step)
+    cause, evidence = changed or _spike_cause(capsule, spike.step)
+    learned = changed is not None and _falls_after(curve(capsule, "loss"), spike.step)
     stays = "does not come back" if spike.recovered is False else "is where the record ends"
     return Finding(
+        severity="info" if learned else None,
         title="The loss jumped and did not come back" if spike.recovered is False else "The loss jumped",
         summary=f"At step {spike.step} the loss went from {spike.level:.4g} to {spike.value:.4g} ({spike.test}: "
         f"{spike.limit:.4g}) and {stays}.",
@@ -203,6 +207,30 @@ def _spike_finding(capsule: Capsule, spike: Spike) -> Finding:
         ),
         fix=("resume from before the spike, skip the batch or lower the learning rate",),
     )
+
+
+def _other_data(capsule: Capsule, step: int) -> tuple[str, tuple[Evidence, ...]] | None:
+    """The cause, where the captured batches from the step on hold other tokens than those before."""
+    shift = token_shift(capsule, step, T.RECENT_WINDOW)
+    if shift is None or shift[0] <= max(T.DATA_SHIFT, T.DATA_SHIFT_OF_USUAL * shift[1]):
+        return None
+    return "the data changed at this step", (
+        Evidence(
+            name="distance of the token frequencies",
+            value=shift[0],
+            expected=f"≤ {max(T.DATA_SHIFT, T.DATA_SHIFT_OF_USUAL * shift[1]):.2g}",
+            note=f"from the captured batches before, which scatter by {shift[1]:.2g}",
+        ),
+    )
+
+
+def _falls_after(loss: Curve, step: int) -> bool:
+    """Whether the loss falls again over the steps in which a spike would have recovered."""
+    after = loss.between(step, step + T.RECOVERY_STEPS).finite().value
+    third = len(after) // 3
+    if third < 3:
+        return False
+    return float(np.median(after[-third:])) < float(np.median(after[:third])) - T.SPIKE_MIN_RISE * after[0]
 
 
 def _spike_cause(capsule: Capsule, step: int) -> tuple[str | None, tuple[Evidence, ...]]:

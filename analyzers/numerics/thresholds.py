@@ -46,6 +46,11 @@ EVENT_NEIGHBOURHOOD: Final = 3
 SAMPLE_SIGMA: Final = 6.0
 SAMPLE_HIGH: Final = 2.0
 
+#: Other data: token frequencies this far (total variation) from those before, and this multiple of their own scatter.
+#: Batches of 384 bytes of one text scatter by 0.2; easy rows followed by source text lie 0.9 away.
+DATA_SHIFT: Final = 0.5
+DATA_SHIFT_OF_USUAL: Final = 2.0
+
 # Symptoms of a run that leaves its path.
 #: Before there are this many losses, a symptom is a loss above ``EARLY_FACTOR`` × all before.
 SYMPTOM_MIN_HISTORY: Final = 8

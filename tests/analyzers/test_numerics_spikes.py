@@ -49,6 +49,39 @@ def test_a_spike_that_recovers_within_thirty_steps_is_info(build, findings_of):
     assert next(e for e in finding.evidence if e.name == "back at step").value == 153
 
 
+def harder(after, falls=True):
+    """Rows of four letters, and from step 150 on a loss of 5.5; ``after``: letters of that batch and of a later one."""
+    loss = falling_loss(240, noise=0.02)
+    loss[150:] = 2.5 + 3.0 * (np.exp(-np.arange(90) / 40) if falls else 1.0)
+
+    def fill(writer):
+        write_scalars(writer, loss=loss)
+        generator = np.random.default_rng(4)
+        for step, letters in ((147, 4), (148, 4), (149, 4), (150, after[0]), (239, after[1])):
+            writer.batch(step=step, input_ids=97 + generator.integers(0, letters, (8, 48)))
+
+    return fill
+
+
+@pytest.mark.quiet(SPIKE)
+def test_harder_rows_from_one_step_on_are_no_broken_run(build, findings_of):
+    (finding,) = findings_of(SPIKE, build(harder(after=(26, 26))))
+    assert (finding.severity, finding.cause) == ("info", "the data changed at this step")
+    # 22 of 26 letters are new: the distance of the frequencies is 22 / 26.
+    assert finding.evidence[-1].value == pytest.approx(22 / 26, abs=0.05)
+
+
+@pytest.mark.fires(SPIKE)
+@pytest.mark.parametrize(
+    ("after", "falls", "cause"),
+    [((26, 4), True, None), ((4, 4), True, None), ((26, 26), False, "the data changed at this step")],
+    ids=["one odd batch", "the same rows", "harder rows that are not learned"],
+)
+def test_a_jump_is_excused_only_by_other_data_that_is_learned(build, findings_of, after, falls, cause):
+    (finding,) = findings_of(SPIKE, build(harder(after, falls)))
+    assert (finding.severity, finding.cause) == ("warning", cause)
+
+
 @pytest.mark.quiet(SPIKE)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_healthy_start_is_quiet(build, findings_of, seed):

@@ -600,3 +600,19 @@ def test_a_loss_that_is_not_finite_and_an_incomplete_window_give_no_verdict(buil
         writer.batch(step=2, reported_loss=9.0, **{**common, "logits": np.full(logits.shape, np.nan, np.float32)})
 
     assert not said(build(fill, manifest()))[1]
+
+
+@pytest.mark.quiet("objective/reduction")
+@pytest.mark.parametrize("stepped", [False, True])
+def test_micro_batches_left_over_at_the_end_of_a_run_are_no_shorter_window(build: Build, stepped: bool) -> None:
+    """Two of four, each divided by four: wrong where the optimizer stepped for them, and nothing where it did not."""
+
+    def loss(job: Job, logits: Tensor, rows: Rows) -> Tensor:
+        return ce(logits[:, :-1], rows.labels[:, 1:]) / 4
+
+    def fill(writer: CapsuleWriter) -> None:
+        capture(writer, Job(window=2), loss, steps=1)
+        writer.record("events", {"kind": "optimizer_step", "step": 0 if stepped else 7})
+
+    _, found = said(build(fill, manifest(accumulation_steps=4)))
+    assert set(found) == ({"objective/reduction"} if stepped else set())
