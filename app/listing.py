@@ -37,20 +37,25 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The capsules of a directory at one moment; ``version`` is a digest of them, the same in every worker."""
+    """The capsules of a directory at one moment; ``version`` is a digest of them, the same in every worker.
+
+    ``unread`` of the entries are names only, as there was no time yet to open them; their status is empty.
+    """
 
     directory: str
     version: str = ""
     entries: tuple[Entry, ...] = ()
     problem: str = ""
+    unread: int = 0
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """An entry with what the file system said when it was read."""
+    """An entry with what the file system said when it was read: of all its files, and of the capsule as a whole."""
 
     stamp: tuple[object, ...]
     entry: Entry
+    outside: tuple[int, ...]
 
 
 class Lister:
@@ -59,42 +64,73 @@ class Lister:
     Args:
         directory: where capsules appear.
         clock: Unix seconds; a recording without a heartbeat becomes stale by the clock alone.
+        inotify: see ``Watch``.
     """
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time, *, inotify: bool | None = None) -> None:
+        from ..capsules.watch import Watch
+
         self.directory = directory
+        self.watch = Watch(directory, inotify=inotify)
         self._clock = clock
+        self._names: dict[str, float] = {}  # with the time of the manifest, 0 where there was none yet
+        self._problem = ""
         self._seen: dict[str, _Seen] = {}
 
-    def listing(self) -> Listing:
-        """The directory as it is now. Never raises: what cannot be read is a row with words."""
-        problem = ""
+    def listing(self, budget: float | None = None) -> Listing:
+        """The directory as it is now. Never raises: what cannot be read is a row with words.
+
+        Args:
+            budget: seconds after which capsules not read before are left for the next time, the newest come first.
+        """
+        from hashlib import blake2b
+
+        if self.watch.changed():
+            self._scan()
+        until = None if budget is None else time.monotonic() + budget
+        seen: dict[str, _Seen] = {}
+        unread: list[Entry] = []
+        for name, changed in self._names.items():
+            if until is None or name in self._seen or not changed or time.monotonic() < until:
+                if (found := self._look(name)) is not None:
+                    seen[name] = found
+            else:
+                unread.append(Entry(path=f"{self.directory}/{name}", name=name, title=name, changed=changed))
+        self._seen = seen
+        entries = (*(each.entry for each in seen.values()), *unread)
+        version = blake2b(msgspec.msgpack.encode((entries, self._problem)), digest_size=8).hexdigest()
+        return Listing(
+            directory=str(self.directory), version=version, entries=entries, problem=self._problem, unread=len(unread)
+        )
+
+    def _scan(self) -> None:
+        """Names that may be capsules, the newest first; whether they are, their manifest says."""
+        self._problem = ""
         names: list[str] = []
         try:
             with os.scandir(self.directory) as found:
                 names = [each.name for each in found if _may_be_capsule(each)]
         except OSError as error:
-            problem = f"{self.directory}: {error.strerror or error}; choose another with llmconsole DIR"
+            self._problem = f"{self.directory}: {error.strerror or error}; choose another with llmconsole DIR"
         if len(names) > MAX_ENTRIES:
-            problem = f"{len(names):,} capsules; the {MAX_ENTRIES:,} first by name are shown"
+            self._problem = f"{len(names):,} capsules; the {MAX_ENTRIES:,} first by name are shown"
             names = sorted(names)[:MAX_ENTRIES]
-        self._seen = {name: seen for name in names if (seen := self._look(name)) is not None}
-        entries = tuple(seen.entry for seen in self._seen.values())
-        from hashlib import blake2b
-
-        version = blake2b(msgspec.msgpack.encode((entries, problem)), digest_size=8).hexdigest()
-        return Listing(directory=str(self.directory), version=version, entries=entries, problem=problem)
+        changed = {name: _written(f"{self.directory}/{name}/capsule.json") for name in names}
+        self._names = dict(sorted(changed.items(), key=lambda each: each[1], reverse=True))
 
     def _look(self, name: str) -> _Seen | None:
+        before, outside = self._seen.get(name), _outside(f"{self.directory}/{name}")
+        # What was sealed changes as a whole, by another file in its place; what is not may change anywhere.
+        if before is not None and before.entry.status == "sealed" and outside and before.outside == outside:
+            return before
         path = self.directory / name
         stamp = stamp_of(path)
         if stamp is None:
             return None
-        before = self._seen.get(name)
-        # A live capsule is looked at each time: whether it still lives is a question of the clock.
+        # A live capsule is read each time: whether it still lives is a question of the clock.
         if before is not None and before.stamp == stamp and before.entry.status != "recording":
             return before
-        return _Seen(stamp, self._read(path, stamp))
+        return _Seen(stamp, self._read(path, stamp), outside)
 
     def _read(self, path: Path, stamp: tuple[object, ...]) -> Entry:
         from ..capsules import Capsule, EvidenceError  # the screen imports the types above, and nothing heavy with them
@@ -130,6 +166,22 @@ def _may_be_capsule(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and entry.is_dir())
     except OSError:
         return False
+
+
+def _written(path: str) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _outside(path: str) -> tuple[int, ...]:
+    """What three looks tell of a capsule as a whole; empty where it cannot be looked at."""
+    try:
+        own, manifest, ranks = os.lstat(path), os.lstat(f"{path}/capsule.json"), os.lstat(f"{path}/ranks")
+    except OSError:
+        return ()
+    return own.st_ctime_ns, own.st_ino, manifest.st_ctime_ns, manifest.st_size, manifest.st_ino, ranks.st_ctime_ns
 
 
 def stamp_of(path: Path) -> tuple[object, ...] | None:

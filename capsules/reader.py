@@ -81,7 +81,8 @@ class Capsule:
     @property
     def title(self) -> str:
         """What a person recognises the incident by; the directory's name where nothing was given."""
-        return self.manifest.title or self.path.name
+        run = self.manifest.run
+        return self.manifest.title or (run.name if run is not None and run.name else self.path.name)
 
     @cached_property
     def status(self) -> DerivedStatus:

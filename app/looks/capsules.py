@@ -30,10 +30,12 @@ _EVIDENCE = (
 )
 
 
-def listing(directory: str, known: str = "") -> Listing | None:
-    """The capsules of a directory, or None where nothing changed since version ``known``."""
-    lister = _listers.setdefault(directory, Lister(Path(directory)))
-    found = lister.listing()
+def listing(directory: str, known: str = "", budget: float | None = None) -> Listing | None:
+    """The capsules of a directory, or None where nothing changed since version ``known``; see ``Lister.listing``."""
+    lister = _listers.get(directory)
+    if lister is None:
+        lister = _listers[directory] = Lister(Path(directory))
+    found = lister.listing(budget)
     return None if found.version == known else found
 
 

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def placement(model: Any, rank: int) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found |= {"name": properties.name, "memory": properties.total_memory}
     return {"ranks": [found]}
+
+
+def title(run: Mapping[str, Any] | None) -> str:
+    """What a list calls this run: its name, else the script's; empty where neither is known."""
+    if run and run.get("name"):
+        return str(run["name"])
+    script = Path(sys.argv[0] if sys.argv else "")
+    if script.stem == "__main__":  # python -m package
+        return script.parent.name
+    return "" if script.stem in ("", "-c", "-m") else script.stem
 
 
 def run(rank: int, world_size: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..writer import CapsuleWriter
 from . import describe, environment, optimizer, rendezvous
 from .device import DeviceScalars
-from .finish import Finisher
+from .finish import Finisher, said_by
 from .hooks import ModuleHooks
 from .loop import Loop
 from .ring import Micro, RandomState
@@ -42,6 +42,10 @@ from .triggers import Trigger
 from .window import Window
 
 log = logging.getLogger("llmconsole.recorder")
+
+# Micro-batches in one window at most: before any optimizer was seen to step, and after. A loop whose steps cannot be
+# seen (an optimizer that is none of torch's) would otherwise be one window that grows until the memory is full.
+UNSEEN_MICROS, MOST_MICROS = 256, 4096
 
 
 class Recorder:
@@ -62,7 +66,7 @@ class Recorder:
         whole_updates: measure the update of all parameters rather than of a sample of at most 64 MB; copies them all.
         max_bytes: size of this rank's directory at which recording ends with a warning.
         phase: of the capsule.
-        title: of the capsule.
+        title: of the capsule; without one the run's name, else the name of the script.
     """
 
     def __init__(
@@ -88,15 +92,16 @@ class Recorder:
         self._pid = os.getpid()
         self._ended = False
         self._disabled: set[str] = set()
-        self._every = max(every, 1)
-        self._statistics_every = max(statistics_every or every, 1)
-        self._keep = keep_batches
         self._next_step = 0
+        self._patience = UNSEEN_MICROS
         self._left = time.perf_counter()
         try:
+            self._every = max(int(every), 1)
+            self._statistics_every = max(int(statistics_every or every), 1)
+            self._keep = int(keep_batches)
             self._open(directory, model, optimizer, config, tokenizer, manifest, phase, title, whole_updates, max_bytes)
         except Exception as error:
-            log.warning("not recording: %s: %s", type(error).__name__, error)
+            log.warning("not recording: %s: %s", type(error).__name__, said_by(error).split("\n")[0])
             self._take_off()
 
     def _open(
@@ -113,20 +118,24 @@ class Recorder:
         max_bytes: int,
     ) -> None:
         model = nn.Module() if model is None else model
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is {type(model).__name__}, expected torch.nn.Module")
+        directory = Path(directory).absolute()  # the job may change its working directory
         given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         named = [each for each in given if hasattr(each, "param_groups")]
         rank, world_size = rendezvous.rank_and_world()
         fields = self._manifest(model, named, config, tokenizer, manifest or {}, rank, world_size)
         training: Any = fields.get("training", {})
         ignore_index = int(training.get("ignore_index", -100))
-        path = rendezvous.capsule_path(Path(directory), rank, world_size)
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        path = rendezvous.capsule_path(directory, rank, world_size)
+        directory.mkdir(parents=True, exist_ok=True)
+        title = title or environment.title(fields.get("run"))
         writer = CapsuleWriter(path, title=title, phase=phase, manifest=fields, rank=rank)  # type: ignore[arg-type]
         self.path = path
         self._tape = Tape()
         self._hooks = ModuleHooks(model, self._tape, self._disable)
         parameter = next(model.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
+        device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         self._hooks.compiled.prepare(len(self._hooks.modules), device)
         self._loop = Loop(
             self._tape,
@@ -201,7 +210,7 @@ class Recorder:
     @property
     def triggered(self) -> Trigger | None:
         """The trigger that the capsule carries so far."""
-        return self._finisher.trigger if self.path is not None else None
+        return self._finisher.trigger if hasattr(self, "_finisher") else None
 
     def close(self) -> None:
         """Write what is pending, seal the capsule, leave model and process as they were. A second call does nothing."""
@@ -227,10 +236,13 @@ class Recorder:
     def _begin(self, handle: Step) -> None:
         loop = self._loop
         began = time.perf_counter()
-        if loop.window is not None and handle.number is not None and handle.number != loop.window.step:
+        told: list[int] = []
+        if handle.number is not None:
+            self._attempt("step numbers", lambda: told.append(_step_number(handle.number)))
+        if loop.window is not None and told and told[0] != loop.window.step:
             self._finish()
         if loop.window is None:
-            step = self._next_step if handle.number is None else int(handle.number)
+            step = told[0] if told else self._next_step
             first = not self._finisher.windows
             everything = first or step % self._statistics_every == 0
             loop.window = Window(step, everything, due=first or step % self._every == 0)
@@ -240,10 +252,12 @@ class Recorder:
                 self._attempt("activations and gradients", self._hooks.watch_parameters)
         window = loop.window
         window.data_time += began - self._left
-        micro = Micro(len(window.micros), given=handle.batch, cursor=handle.cursor)
-        if handle.sample_ids is not None:
-            micro.sample_ids = [str(name) for name in handle.sample_ids]
+        micro = Micro(len(window.micros), given=handle.batch)
         window.micros.append(micro)
+        if handle.sample_ids is not None:
+            self._attempt("sample ids", lambda: setattr(micro, "sample_ids", describe.names(handle.sample_ids)))
+        if handle.cursor is not None:
+            self._attempt("cursors", lambda: setattr(micro, "cursor", describe.cursor(handle.cursor)))
         self._attempt("random state", lambda: setattr(micro, "random", RandomState.capture()))
         self._hooks.begin()
         self._tape.begin(micro.index)
@@ -263,12 +277,28 @@ class Recorder:
         self._attempt("activations and gradients", lambda: self._finisher.take_compiled(window))
         if isinstance(error, Exception):
             self._attempt("exception", lambda: self._finisher.failed(error, window))
+        if window.stepped or window.skipped:
+            self._patience = MOST_MICROS
         if window.over or error is not None:
             self._finish()
+        elif len(window.micros) >= self._patience:
+            self._cut(window)
         self._left = time.perf_counter()
+
+    def _cut(self, window: Window) -> None:
+        """End a window that no optimizer ends, and from now on as many micro-batches later as the job declared."""
+        declared = self._finisher.accumulation or 1
+        if self._patience > declared:
+            words = (
+                f"no optimizer step was seen in {len(window.micros)} micro-batches; a step is now {declared} of them"
+            )
+            window.events.append(window.log("warning", words))
+            self._patience = declared
+        self._finish()
 
     def _step_outside(self) -> None:
         """The optimizer stepped after the block of the last micro-batch."""
+        self._patience = MOST_MICROS
         with self._signals:
             self._finish()
 
@@ -292,14 +322,15 @@ class Recorder:
             run()
         except Exception as error:
             if part == "steps" or (isinstance(error, OSError) and self.recording):
-                self._stop(f"{part}: {getattr(error, 'strerror', None) or error}")
+                words = getattr(error, "strerror", None) or said_by(error) or type(error).__name__
+                self._stop(f"{part}: {words}")
             else:
                 self._disable(part, error)
 
     def _disable(self, part: str, error: Exception) -> None:
         if part not in self._disabled and not self._ended:
             self._disabled.add(part)
-            log.warning("no longer recording %s: %s: %s", part, type(error).__name__, str(error).split("\n")[0])
+            log.warning("no longer recording %s: %s: %s", part, type(error).__name__, said_by(error).split("\n")[0])
             if part == "activations and gradients":
                 self._tape.on = False
 
@@ -312,7 +343,7 @@ class Recorder:
     def _take_off(self) -> None:
         was_open, self.recording = self.recording, False
         self._ended = True
-        if self.path is None:
+        if not hasattr(self, "_hooks"):  # it failed before anything was put on
             return
         self._tape.on = False
         self._hooks.close()
@@ -349,16 +380,21 @@ class Step:
 
     def loss(self, loss: Tensor | float) -> None:
         """The loss of this micro-batch, where backward does not show it or shows it divided."""
-        value = loss.detach() if isinstance(loss, Tensor) else loss
-        self._run(lambda: self._recorder._loop.told(value))
+        self._run(lambda: self._recorder._loop.told(loss))
 
     def log(self, **values: Tensor | float) -> None:
         """Scalars of one's own, by name; a standard name takes the place of what the recorder found."""
-        detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-        self._run(lambda: self._recorder._loop.log(detached))
+        self._run(lambda: self._recorder._loop.log(values))
 
     def _run(self, action: Callable[[], None]) -> None:
         recorder = self._recorder
         if recorder._alive():
             with recorder._signals:
                 recorder._attempt("steps", action)
+
+
+def _step_number(given: Any) -> int:
+    number = int(given)
+    if number < 0:
+        raise ValueError(f"step {number} is negative")
+    return number

@@ -45,6 +45,9 @@ _NEED = tuple(STATES)
 #: Series of the small timelines: the scalar, its label.
 _SMALL = (("loss", "loss"), ("grad_norm", "grad norm"), ("learning_rate", "lr"), ("memory_allocated", "memory"))
 
+#: Seconds of reading after which the list shows what it has so far.
+_BUDGET = 0.25
+
 #: Capsules that get a verdict before anyone looks at them.
 _AHEAD = 30
 
@@ -132,7 +135,8 @@ class HomeScreen(Screen[None]):
     def _poll(self) -> None:
         if not self._paused:
             known = self._listing.version if self._listing is not None else ""
-            self.console_app.link.ask(self, "listing", {"directory": str(self.directory), "known": known})
+            params = {"directory": str(self.directory), "known": known, "budget": _BUDGET}
+            self.console_app.link.ask(self, "listing", params)
 
     @on(Answer)
     def _answered(self, answer: Answer) -> None:
@@ -155,13 +159,15 @@ class HomeScreen(Screen[None]):
                 self._restored = True
                 self._rows.select(self.console_app.state.capsule)
             self._look_ahead()
+            if self._listing.unread:
+                self._poll()
         self._head()
 
     def _look_ahead(self) -> None:
         """Verdicts for the newest capsules, so that the list says which one needs me; not for thousands of old ones."""
         entries = self._listing.entries if self._listing is not None else ()
         newest = sorted((each for each in entries if not each.problem), key=lambda each: -each.changed)[:_AHEAD]
-        self.console_app.reports.look_ahead(each for each in newest if each.status != "recording")
+        self.console_app.reports.look_ahead(each for each in newest if each.status not in ("", "recording"))
 
     def _analysed(self, path: str) -> None:
         self._fill()
@@ -255,6 +261,8 @@ class HomeScreen(Screen[None]):
             live = sum(each.status == "recording" for each in listing.entries)
             count = len(listing.entries)
             words.append(f"  {count:,} capsule{'' if count == 1 else 's'}" + (f", {live} live" if live else ""))
+            if listing.unread:
+                words.append(f", {listing.unread:,} still to read")
             problem = problem or listing.problem
         if self._paused:
             words.append("  PAUSED (space goes on)", "bold yellow")
