@@ -152,7 +152,7 @@ class ModuleHooks:
             try:
                 # A loss comes from the first call that has a graph; a look without one, before or after, is none of it.
                 graph = torch.is_grad_enabled()
-                if "output" not in self.call or (graph and not self.call["graph"]):
+                if "output" not in self.call or (graph and not self.call.get("graph", True)):
                     self.call.update(inputs=inputs, keywords=keywords, output=output, graph=graph)
                 if not children(module):  # a model of one module: its output is its only activation
                     self._measure("output", output)
