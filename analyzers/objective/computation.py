@@ -249,7 +249,8 @@ def reduction(capsule: Capsule) -> Iterator[Finding]:
         confirmed; then a sum or a sequence mean is a remark.
     Looks like it but is not:
         Micro-batches of equal token counts, where the means agree: not testable there. A rank's own loss beside the
-        mean over ranks.
+        mean over ranks. A loop that divides its gradients after the last backward instead of its loss: the gradient
+        norms of the window's micro-batches tell.
     What to try next:
         Print loss sum and token count of each micro-batch of one window; run the same samples with accumulation 1.
     Fix:

@@ -12,6 +12,7 @@ import numpy as np
 from ..counterfactual import explain
 from ..fault import Observation, Verdict
 from ..finding import Confidence, Evidence, Finding, Severity, Where
+from .gradients import divided_afterwards
 from .loss_faults import (
     BY_NAME,
     CATALOGUE,
@@ -35,6 +36,10 @@ NEEDS = (
 )
 #: Reductions a manifest may declare.
 REDUCTIONS = ("token-mean", "sequence-mean", "sum")
+#: Faults that a loop which divides its gradients instead of its loss would show without having them; and those of
+#: them that are not confirmed before the gradients were seen.
+UNDIVIDED = frozenset({"accumulation-not-divided", "times-accumulation", "sum"})
+NEEDS_GRADIENTS = frozenset({"accumulation-not-divided", "times-accumulation"})
 #: Share of the loss up to which an undeclared reduction is a remark.
 SMALL = 0.01
 #: Settings that add to the loss or change the logits after they were captured: then a number that is no plain
@@ -132,6 +137,14 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
             "these faults give the same number here: vary accumulation, world size or batch shape to part them"
         )
     names = {each.fault.name for each in involved}
+    divided = None
+    if names <= UNDIVIDED:
+        divided = divided_afterwards(capsule, {each.window.step for each in observed})
+        if divided:
+            return  # the gradients were divided instead of the loss: the step is right, and its number is a sum
+        if divided is None and names <= NEEDS_GRADIENTS:
+            confidence = "likely"
+            following.append("capture gradient norms of every micro-batch: the gradients may be divided afterwards")
     reduction_alone = any(all(each.rule == "objective/reduction" for each in member) for member in members)
     if declared_reduction(capsule) is None and reduction_alone:
         # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice. A fault of
@@ -155,12 +168,20 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
         severity=severity,
         confidence=confidence,
         where=Where(step=0),
-        evidence=evidence_rows(capsule, verdict, observed),
+        evidence=(*evidence_rows(capsule, verdict, observed), *_witness(divided)),
         cause=_cause(members),
         next=tuple(following),
         fix=tuple(dict.fromkeys(each.fix for each in involved)),
         counterfactual=table,
     )
+
+
+def _witness(divided: bool | None) -> tuple[Evidence, ...]:
+    """That the gradients were looked at, where they decided something."""
+    if divided is None:
+        return ()
+    note = "they grew up to the optimizer step: nothing divided them after the last backward"
+    return (Evidence(name="gradients_divided", value=divided, note=note),)
 
 
 def _cause(members: list[list[NamedFault]]) -> str:

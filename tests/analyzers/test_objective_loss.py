@@ -6,7 +6,7 @@ number go into a capsule; the rules see nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -364,11 +364,52 @@ REDUCTIONS: dict[str, Loss] = {
 }
 
 
+def with_gradients(build: Build, loss: Loss, norms: Sequence[float], grad_norm: float) -> Capsule:
+    """A window of three whose accumulated parameter gradients have these norms after each micro-batch."""
+
+    def fill(writer: CapsuleWriter) -> None:
+        capture(writer, Job(window=3), loss)
+        writer.record("param_groups", {"step": 0, "name": "head.weight", "group": 0, "shape": [4, 4]})
+        rows = [
+            {"step": 0, "order": at, "name": "head.weight", "role": "gradient", "dtype": "float32", "shape": [4, 4]}
+            | {"micro": at, "numel": 16, "rms": norm / 4}
+            for at, norm in enumerate(norms)
+        ]
+        writer.stats(rows)
+        writer.scalars("grad_norm", step=[0], value=[grad_norm], time=None, rank=0)
+
+    return build(fill, manifest(accumulation_steps=3))
+
+
+GREW = ([1.0, 1.5, 2.0], 2.0)
+
+
+@pytest.mark.quiet("objective/reduction")
+@pytest.mark.parametrize(
+    ("norms", "grad_norm"),
+    [
+        pytest.param([1.0, 1.5, 2.0 / 3], 2.0 / 3, id="independent gradients, row taken after the division"),
+        pytest.param([1.0, 2.0, 1.0], 1.0, id="equal gradients, row taken after the division"),
+        pytest.param([1.0, 1.5, 2.0], 2.0 / 3, id="row taken before the division"),
+    ],
+)
+@pytest.mark.parametrize("name", ["accumulation-not-divided", "sum"])
+def test_a_loop_that_divides_its_gradients_instead_of_its_loss_is_quiet(
+    build: Build, name: str, norms: list[float], grad_norm: float
+) -> None:
+    assert not said(with_gradients(build, REDUCTIONS[name], norms, grad_norm))[1]
+
+
+def test_a_missing_division_is_only_likely_where_the_gradients_were_not_seen(build: Build) -> None:
+    _, found = said(trained(build, REDUCTIONS["accumulation-not-divided"], window=3))
+    assert found["objective/reduction"].confidence == "likely"
+
+
 @pytest.mark.fires("objective/reduction")
 @pytest.mark.recorded("objective/reduction")
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_a_wrong_reduction_over_a_window_is_confirmed_where_the_right_one_is_declared(build: Build, name: str) -> None:
-    _, found = said(trained(build, REDUCTIONS[name], window=3))
+    _, found = said(with_gradients(build, REDUCTIONS[name], *GREW))
     assert set(found) == {"objective/reduction"}
     finding = found["objective/reduction"]
     assert finding.confidence == "confirmed"
