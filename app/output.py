@@ -38,5 +38,10 @@ def console(width: int | None = None) -> Console:
     """The rich console for standard output: no markup, no emoji codes, no highlighting of look-alikes."""
     from rich.console import Console
 
+    class Writer(Console):
+        def on_broken_pipe(self) -> None:
+            """Let the command line end as it does for other output; rich would leave with 1, which means findings."""
+            raise BrokenPipeError
+
     plain = False if terminal.cannot_position() else None
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=False, width=width, force_terminal=plain)
+    return Writer(markup=False, emoji=False, highlight=False, soft_wrap=False, width=width, force_terminal=plain)
