@@ -215,7 +215,7 @@ def _history(history: CaseHistory | None) -> list[RenderableType]:
     table.add_column(ratio=1, overflow="fold")
     for number, each in enumerate(history.occurrences or ("none noted yet",)):
         table.add_row(Text(" Occurred" if not number else "", "bold"), Text(one_line(each)))
-    table.add_row(Text(" Gate", "bold"), Text(one_line(history.gate) or f"none yet: llmconsole gate init {history.id}"))
+    table.add_row(Text(" Gate", "bold"), Text(one_line(history.gate) or "none yet"))
     for number, each in enumerate(history.commits):
         row = Text(f"{one_line(each.id)[:12]} ", "cyan")
         row.append(f"{one_line(each.date)} ", "dim")
