@@ -157,7 +157,7 @@ def loss_spike(capsule: Capsule) -> Iterator[Finding]:
             severity="info",
             title="Loss spikes that passed" if len(benign) > 1 else "A loss spike that passed",
             summary=(
-                f"{len(benign)} loss spike{'s' if len(benign) > 1 else ''} within the noise of a healthy run; the "
+                f"{len(benign)} loss spike{'s' if len(benign) > 1 else ''} that passed or stayed small; the "
                 f"largest at step {worst.step}: {worst.value:.4g} against {worst.level:.4g} before"
                 + (f", back at step {worst.back_at}." if worst.back_at is not None else ", at the end of the record.")
             ),
