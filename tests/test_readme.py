@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from llmconsole.analyzers.registry import all_rules
 from llmconsole.app.cli import COMMANDS
 from llmconsole.app.ui.actions import ACTIONS
