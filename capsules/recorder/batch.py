@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .internals import is_wrapped
+
 # The names of evidence, and what data collators and hand-written loops call the same thing.
 ALIASES: dict[str, tuple[str, ...]] = {
     "input_ids": ("input_ids", "idx", "tokens", "token_ids", "ids", "inputs", "input", "x", "src"),
@@ -83,14 +85,20 @@ def _named(values: Mapping[Any, Any]) -> dict[str, Tensor]:
     for name, aliases in ALIASES.items():
         for alias in aliases:
             value = values.get(alias)
-            if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+            if isinstance(value, Tensor) and _has_integers(value):
                 found[name] = value
                 break
     return found
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim in (1, 2) and value.dtype in (torch.int64, torch.int32)
+    if not isinstance(value, Tensor) or value.ndim not in (1, 2) or value.dtype not in (torch.int64, torch.int32):
+        return False
+    return _has_integers(value)
+
+
+def _has_integers(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.is_meta or is_wrapped(value))
 
 
 def _fits(name: str, value: Tensor, ids: Tensor) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .hooks import ModuleHooks, clean_name
-from .internals import children
+from .hooks import ModuleHooks, clean_name, has_children
 from .window import Window
 
 # Names in the message; the rest is a number.
@@ -18,7 +17,7 @@ def coverage(hooks: ModuleHooks, window: Window) -> list[dict[str, Any]]:
     layers = [
         clean_name(name)
         for name, module in hooks.root.named_modules()
-        if module is not hooks.root and not children(module) and any(True for _ in module.parameters(recurse=False))
+        if module is not hooks.root and not has_children(module) and any(True for _ in module.parameters(recurse=False))
     ]
     found: list[dict[str, Any]] = []
     if compiled:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from . import statistics
 
@@ -69,6 +70,25 @@ def plain(value: Any, depth: int = 0) -> Any:
     return str(value)[:1000]
 
 
+def step_number(given: Any) -> int:
+    """The number of an optimizer window as the loop gave it."""
+    number = int(given)
+    if number < 0:
+        raise ValueError(f"step {number} is negative")
+    return number
+
+
+def names(given: Any) -> list[str]:
+    """Names of samples as text, from any iterable, a tensor of numbers too."""
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    return [name if isinstance(name, str) else str(name) for name in listed]
+
+
+def cursor(given: Any) -> dict[str, Any]:
+    """Where the data stands, as a mapping; a bare position is put into one."""
+    return plain(given) if isinstance(given, Mapping) else {"position": plain(given)}
+
+
 def model_facts(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
     """The manifest's ``model``: what the model's own configuration says, then the user's, then the modules."""
     own = as_mapping(getattr(model, "config", None))
@@ -79,7 +99,7 @@ def model_facts(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, (int, float)) and (isinstance(value, bool) or value >= 0):
                 facts[field] = value
                 break
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]
     facts["parameters"] = sum(parameter.numel() for parameter in parameters)
     if parameters:
         facts["dtype"] = str(parameters[0].dtype).removeprefix("torch.")
@@ -170,7 +190,7 @@ def weights_digest(model: nn.Module, adapter: bool) -> str:
     """SHA-256 over name, dtype, shape and the leading elements of each parameter of this rank, in order of name."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        if ("lora_" in name) != adapter:
+        if ("lora_" in name) != adapter or is_lazy(parameter):
             continue
         part = statistics.local(parameter)
         digest.update(f"{name} {part.dtype} {tuple(parameter.shape)}\n".encode())

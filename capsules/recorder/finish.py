@@ -54,8 +54,8 @@ class Finisher:
         self._limits = Limits()
         self._spike = Spike()
         self._odd_sample = OddSample()
-        accumulation = training.get("accumulation_steps")
-        self._output = Output(writer, rank, loop.ignore_index, accumulation)
+        self.accumulation: int | None = training.get("accumulation_steps")
+        self._output = Output(writer, rank, loop.ignore_index, self.accumulation)
         self._max_bytes = max_bytes
         self._sized = time.monotonic()
         self._lawful: set[str] = set()
@@ -77,11 +77,12 @@ class Finisher:
         """An exception is passing through."""
         memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         kind, name = "oom" if memory else "exception", type(error).__name__
-        message = f"{name}: {error}"[:2000]
+        words = said_by(error)[:2000]
+        message = f"{name}: {words}"[:2000]
         self._crashed = True
         if window is not None:
             extra = _device_memory() if memory else {}
-            window.event(kind, type=name, message=str(error)[:2000], **extra)
+            window.event(kind, type=name, message=words, **extra)
         self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
         self._writer.heartbeat(status="crashed")
 
@@ -325,6 +326,14 @@ class Finisher:
             self._writer.close(status="crashed" if self._crashed else "sealed")
         except Exception:  # the disk is full: the capsule stays as it is, and readers will see that its writer is gone
             return
+
+
+def said_by(error: BaseException) -> str:
+    """The words of an exception; whoever raised it may have made even those raise."""
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"(its words cannot be had: {type(fault).__name__})"
 
 
 def _device_memory() -> dict[str, Any]:

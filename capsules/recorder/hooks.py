@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import statistics
-from .internals import children, inside_backward
+from .internals import inside_backward
 from .tape import Row, Tape
 
 # What the model was called with and what it returned: inputs, keywords, output.
@@ -32,10 +33,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside torch.compile and the data-parallel wrappers."""
     while True:
         names = (*_WRAPPED, "module") if type(model).__module__.startswith("torch.") else _WRAPPED
-        inner = next((found for name in names if (found := children(model).get(name)) is not None), None)
+        held = dict(model.named_children())
+        inner = next((held[name] for name in names if name in held), None)
         if inner is None:
             return model
         model = inner
+
+
+def has_children(module: nn.Module) -> bool:
+    """Whether a module holds others."""
+    return next(module.children(), None) is not None
 
 
 def tensors_of(output: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -102,16 +109,17 @@ class ModuleHooks:
         # Children before parents is the order in which outputs appear, which the compiled path has to rely on.
         for name, module in _children_first(self.root):
             self.modules.append(clean_name(name))
-            if module is not self.root:
+            if module is not self.root and not isinstance(module, torch.jit.ScriptModule):  # those take no hooks
                 hook = self._forward_hook(clean_name(name), len(self.modules) - 1)
                 self._handles.append(module.register_forward_hook(_Hook(hook)))
-        self._handles.append(self.root.register_forward_pre_hook(_Hook(self._root_begins), with_kwargs=True))
-        self._handles.append(self.root.register_forward_hook(_Hook(self._root_returns), with_kwargs=True))
+        if not isinstance(self.root, torch.jit.ScriptModule):
+            self._handles.append(self.root.register_forward_pre_hook(_Hook(self._root_begins), with_kwargs=True))
+            self._handles.append(self.root.register_forward_hook(_Hook(self._root_returns), with_kwargs=True))
 
     def watch_parameters(self) -> None:
         """Hook the parameters as they are now: sharding, tying or a cast replaces them after construction."""
         for name, parameter in self.root.named_parameters():
-            if id(parameter) not in self.parameters:
+            if id(parameter) not in self.parameters and not is_lazy(parameter):
                 self.parameters[id(parameter)] = clean_name(name)
                 if parameter.requires_grad:
                     hook = self._parameter_hook(clean_name(name))
@@ -154,7 +162,7 @@ class ModuleHooks:
                 graph = torch.is_grad_enabled()
                 if "output" not in self.call or (graph and not self.call.get("graph", True)):
                     self.call.update(inputs=inputs, keywords=keywords, output=output, graph=graph)
-                if not children(module):  # a model of one module: its output is its only activation
+                if not has_children(module):  # a model of one module: its output is its only activation
                     self._measure("output", output)
             except Exception as error:
                 self._guard("activations and gradients", error)

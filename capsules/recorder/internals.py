@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def inside_backward() -> bool:
@@ -16,13 +16,13 @@ def inside_backward() -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Counts the writes into a tensor's storage."""
-    return tensor._version
+    """Counts the writes into a tensor's storage; -1 where torch does not (tensors of inference mode)."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
-def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The submodules a module holds directly."""
-    return module._modules
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor only stands for others inside a function transform (vmap, grad), and has no values to read."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
 
 
 def fused_norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from .hooks import ModuleHooks
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
 from .ring import LOGITS_BYTES, Micro
 from .tape import Row, Tape, gather
-from .window import Window
+from .window import Window, number
 
 Attempt = Callable[[str, Callable[[], None]], None]
 
@@ -77,7 +77,7 @@ class Loop:
             window.backwards += 1
             window.event("backward")
             for loss in losses:
-                if isinstance(loss, Tensor) and loss.numel() == 1:
+                if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
                     self._take_loss(window, loss)
 
         self.read_logits()
@@ -160,15 +160,20 @@ class Loop:
 
     # -- what the user says
 
-    def told(self, loss: Tensor | float) -> None:
+    def told(self, loss: Any) -> None:
         """The loss of the micro-batch at work."""
-        if self.window is not None and self.window.micros:
-            self.window.micro.given_loss = loss
+        window = self.window
+        if window is not None and window.micros and loss is not None:
+            self._attempt("step.loss", lambda: setattr(window.micro, "given_loss", number(loss)))
 
     def log(self, values: dict[str, Any]) -> None:
-        """Scalars for this window."""
-        if self.window is not None:
-            self.window.logged.update(values)
+        """Scalars for this window; one that is no number costs only its own name."""
+        window = self.window
+        if window is None:
+            return
+        for name, value in values.items():
+            if value is not None:
+                self._attempt(f"step.log({name})", lambda n=name, v=value: window.logged.update({n: number(v)}))
 
     @property
     def sharded(self) -> bool:
@@ -186,6 +191,7 @@ class Loop:
         else:
             if window.scale is not None:  # divided by the accumulation, say, after it was scaled
                 detached = detached / window.scale.to(detached.device)
+        detached = detached.clone()  # loops add up losses in place
         micro = window.micro
         micro.backward_losses.append(detached)
         micro.loss_dtype = str(detached.dtype).removeprefix("torch.")
@@ -334,12 +340,16 @@ class Loop:
     def _ours(self, optimizer: Any) -> bool:
         if any(optimizer is known for known in self.optimizers):
             return True
-        if self.named:
+        if next(self.hooks.root.parameters(), None) is None and not self.named:
+            return True  # no model was given: all that steps is the job's
+        # One that was made later takes the place of a named one where it steps the same parameters.
+        known = _parameters_of(self.optimizers) if self.named else self.hooks.parameters.keys()
+        if not known & _parameters_of([optimizer]):
             return False
-        if next(self.hooks.root.parameters(), None) is None:  # no model was given: all that steps is the job's
-            return True
-        groups = getattr(optimizer, "param_groups", ())
-        if any(id(parameter) in self.hooks.parameters for group in groups for parameter in group["params"]):
-            self.optimizers.append(optimizer)
-            return True
-        return False
+        self.optimizers.append(optimizer)
+        return True
+
+
+def _parameters_of(optimizers: list[Any]) -> set[int]:
+    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
+    return {id(parameter) for group in groups for parameter in group["params"]}

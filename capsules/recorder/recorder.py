@@ -118,7 +118,7 @@ class Recorder:
         max_bytes: int,
     ) -> None:
         model = nn.Module() if model is None else model
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"model is {type(model).__name__}, expected torch.nn.Module")
         directory = Path(directory).absolute()  # the job may change its working directory
         given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -238,7 +238,7 @@ class Recorder:
         began = time.perf_counter()
         told: list[int] = []
         if handle.number is not None:
-            self._attempt("step numbers", lambda: told.append(_step_number(handle.number)))
+            self._attempt("step numbers", lambda: told.append(describe.step_number(handle.number)))
         if loop.window is not None and told and told[0] != loop.window.step:
             self._finish()
         if loop.window is None:
@@ -391,10 +391,3 @@ class Step:
         if recorder._alive():
             with recorder._signals:
                 recorder._attempt("steps", action)
-
-
-def _step_number(given: Any) -> int:
-    number = int(given)
-    if number < 0:
-        raise ValueError(f"step {number} is negative")
-    return number

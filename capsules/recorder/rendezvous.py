@@ -108,4 +108,4 @@ def _free(directory: Path, name: str, rank: int, world_size: int) -> Path:
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.\-]", "-", name).lstrip(".")[:100] or "run"
+    return re.sub(r"[^A-Za-z0-9_.\-]", "-", name).lstrip(".-")[:100] or "run"

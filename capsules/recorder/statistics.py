@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .internals import is_wrapped
+
 Numbers = dict[str, float]
 
 COUNTS = ("nan", "posinf", "neginf", "zeros", "subnormals")
@@ -37,6 +39,7 @@ def is_readable(tensor: Tensor) -> bool:
         and tensor.is_floating_point()
         and tensor.layout is torch.strided
         and not tensor.is_meta
+        and not is_wrapped(tensor)
     )
 
 

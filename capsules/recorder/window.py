@@ -98,6 +98,19 @@ class Window:
             sink(values)
 
 
+def number(value: Any) -> float | Tensor:
+    """A number the loop hands over, copied where it is a tensor, into which the loop may go on writing.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1 or value.is_complex() or value.is_meta:
+        raise TypeError(f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device} is no number")
+    return value.detach().clone()
+
+
 def root_sum_square(values: list[float]) -> float | None:
     """√Σx², which carries NaN and Inf; None of nothing."""
     if not values:
