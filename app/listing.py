@@ -11,12 +11,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 #: Capsules shown at most; a directory that holds more says so.
 MAX_ENTRIES = 10_000
+#: Ranks whose files are looked at to see whether a capsule changed.
+_MOST_STAMPED = 1024
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +86,6 @@ class Lister:
         Args:
             budget: seconds after which capsules not read before are left for the next time, the newest come first.
         """
-        from hashlib import blake2b
-
         if self.watch.changed():
             self._scan()
         until = None if budget is None else time.monotonic() + budget
@@ -98,9 +99,12 @@ class Lister:
                 unread.append(Entry(path=f"{self.directory}/{name}", name=name, title=name, changed=changed))
         self._seen = seen
         entries = (*(each.entry for each in seen.values()), *unread)
-        version = blake2b(msgspec.msgpack.encode((entries, self._problem)), digest_size=8).hexdigest()
         return Listing(
-            directory=str(self.directory), version=version, entries=entries, problem=self._problem, unread=len(unread)
+            directory=str(self.directory),
+            version=_version((entries, self._problem)),
+            entries=entries,
+            problem=self._problem,
+            unread=len(unread),
         )
 
     def _scan(self) -> None:
@@ -184,6 +188,16 @@ def _outside(path: str) -> tuple[int, ...]:
     return own.st_ctime_ns, own.st_ino, manifest.st_ctime_ns, manifest.st_size, manifest.st_ino, ranks.st_ctime_ns
 
 
+def _version(rows: object) -> str:
+    from hashlib import blake2b
+
+    try:
+        packed = msgspec.msgpack.encode(rows)
+    except UnicodeEncodeError:  # file names that are no UTF-8
+        packed = repr(rows).encode("utf-8", "surrogateescape")
+    return blake2b(packed, digest_size=8).hexdigest()
+
+
 def stamp_of(path: Path) -> tuple[object, ...] | None:
     """Modification times and sizes of the files that tell of a change; None where there is no capsule.
 
@@ -199,7 +213,7 @@ def stamp_of(path: Path) -> tuple[object, ...] | None:
         return None
     try:
         with os.scandir(path / "ranks") as ranks:
-            for rank in ranks:
+            for rank in islice(ranks, _MOST_STAMPED):
                 for name in ("rank.json", "scalars.bin"):
                     try:
                         state = os.lstat(f"{rank.path}/{name}")

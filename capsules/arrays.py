@@ -111,7 +111,7 @@ def parse_description(raw: dict[str, Any], where: str = "") -> Description:
     """
     try:
         description = msgspec.convert(present(raw), Description)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise EvidenceError(f"description of an arrays file: {error}", where) from None
     if len(description.arrays) > MAX_DATASETS:
         raise EvidenceError(f"{len(description.arrays):,} arrays are more than {MAX_DATASETS:,}", where, "refused")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .limits import MAX_DAMAGE_ROWS
+from .limits import MAX_ALL_DAMAGE_ROWS, MAX_DAMAGE_ROWS
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,4 +38,7 @@ class DamageLog:
             found += entries
             if more := self._further.get(file):
                 found.append(Damage(what=f"{more:,} further damaged places", where=file))
+        if len(found) > MAX_ALL_DAMAGE_ROWS:
+            more = len(found) - MAX_ALL_DAMAGE_ROWS
+            found[MAX_ALL_DAMAGE_ROWS:] = [Damage(what=f"{more:,} further damaged places", where="other files")]
         return tuple(found)

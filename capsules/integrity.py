@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .damage import Damage, DamageLog
 from .errors import EvidenceError
 from .layout import FILES, INCIDENT, MANIFEST
-from .limits import MAX_DIGEST_BYTES, MAX_HASHED_AT_A_GLANCE
+from .limits import HASHED_PER_FILE, MAX_DIGEST_BYTES, MAX_HASHED_AT_A_GLANCE
 from .manifest import AttachedFile
 from .rank_reader import RankReader
 from .storage import open_inside, walk
@@ -47,6 +47,8 @@ def _attached_fault(root: Path, file: AttachedFile, room: int) -> tuple[str, int
     relative = file.path or ""
     if not relative.startswith(f"{FILES}/"):
         return f"attached file lies outside {FILES}/; refused", 0
+    if room < 0:
+        return "", 0
     try:
         size = _size(root, relative)
         if file.bytes is not None and size != file.bytes:
@@ -58,7 +60,7 @@ def _attached_fault(root: Path, file: AttachedFile, room: int) -> tuple[str, int
         return "attached file is missing", 0
     except EvidenceError as error:
         return error.what, 0
-    return "attached file differs from its SHA-256" if differs else "", size
+    return "attached file differs from its SHA-256" if differs else "", size + HASHED_PER_FILE
 
 
 def _size(root: Path, relative: str) -> int:
@@ -89,8 +91,9 @@ def digest(root: Path, limit: int = MAX_DIGEST_BYTES) -> str:
     try:
         listed = [(relative, entry) for relative, entry in walk(root) if relative != INCIDENT]
         total = sum(entry.stat(follow_symlinks=False).st_size for _, entry in listed)
-        if total > limit:
-            raise EvidenceError(f"files of {total:,} bytes are more than the {limit:,} a digest is made of", str(root))
+        if total + HASHED_PER_FILE * len(listed) > limit:
+            what = f"{len(listed):,} files of {total:,} bytes are more than a digest is made of"
+            raise EvidenceError(what, str(root))
         for relative, _ in listed:
             if "\n" in relative or "\t" in relative:
                 raise EvidenceError(f"file name {relative!r:.80} cannot be listed", str(root), "rename or remove it")

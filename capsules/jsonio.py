@@ -56,8 +56,6 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes | str, where: str = "") -> Any:
     """Decode one JSON value; bare ``NaN`` and ``Infinity`` are accepted as floats.
 
-    Half of a surrogate pair, which JSON can spell and no text can hold, becomes U+FFFD.
-
     Args:
         data: UTF-8 bytes or text.
         where: what the error names as the place.
@@ -66,11 +64,9 @@ def decode(data: bytes | str, where: str = "") -> Any:
         EvidenceError: not JSON, not UTF-8, or nested deeper than ``MAX_JSON_DEPTH``.
     """
     try:
-        strict = True
         try:
             value = _decoder.decode(data)
         except msgspec.DecodeError:
-            strict = False
             value = json.loads(data.decode("utf-8") if isinstance(data, bytes) else data)
     except RecursionError:
         raise EvidenceError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels", where) from None
@@ -79,7 +75,7 @@ def decode(data: bytes | str, where: str = "") -> Any:
     raw = data if isinstance(data, bytes) else data.encode("utf-8", "replace")
     if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and not _shallow(value, MAX_JSON_DEPTH):
         raise EvidenceError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels", where)
-    return value if strict else _paired(value)
+    return value
 
 
 def decode_object(data: bytes | str, where: str = "") -> dict[str, Any]:
@@ -179,12 +175,12 @@ def _shallow(value: Any, depth: int) -> bool:
     return True
 
 
-def _paired(value: Any) -> Any:
-    """The value with U+FFFD for every lone surrogate, in keys too."""
+def paired(value: Any) -> Any:
+    """The value with U+FFFD for every lone half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {_paired(key): _paired(item) for key, item in cast("dict[str, Any]", value).items()}
+        return {paired(key): paired(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_paired(item) for item in cast("list[Any]", value)]
+        return [paired(item) for item in cast("list[Any]", value)]
     return value

@@ -27,13 +27,18 @@ MAX_ARRAYS_BYTES = 2 * GIB
 #: Datasets in one arrays file, and dimensions of one array.
 MAX_DATASETS = 4096
 MAX_DIMENSIONS = 32
-#: Bytes whose SHA-256 is taken while looking at a capsule, and when its digest is asked for. Sparse files announce
-#: terabytes and hold nothing.
+#: Bytes whose SHA-256 is taken while looking at a capsule, and when its digest is asked for (sparse files announce
+#: terabytes and hold nothing); to open a file counts as so many bytes.
 MAX_HASHED_AT_A_GLANCE = 2 * GIB
 MAX_DIGEST_BYTES = 1024 * GIB
+HASHED_PER_FILE = 64 * KIB
+#: Record streams of one rank; this program knows some thirty.
+MAX_STREAMS = 1024
 #: Ranks of one capsule.
-MAX_RANKS = 65_536
+MAX_RANKS = 16_384
 #: Damage entries listed one by one for a single file; further ones are counted.
 MAX_DAMAGE_ROWS = 20
+#: Damage entries listed of one capsule; further ones are counted.
+MAX_ALL_DAMAGE_ROWS = 1000
 
 MAX_INT64 = 2**63 - 1

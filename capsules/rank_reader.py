@@ -18,12 +18,12 @@ from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object, present
 from .layout import rank_directory
-from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES
+from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_STREAMS
 from .lines import Lines, decode_lines
 from .manifest import RankState
 from .status import DerivedStatus, rank_status
 from .storage import read_inside, read_tail
-from .streams import stream_type
+from .streams import STREAMS, stream_type
 from .tables import COMPACT, Name, numel
 from .typed import salvage
 
@@ -141,7 +141,7 @@ class RankReader:
                 try:
                     name = msgspec.convert(present(record), Name)
                     self._names.setdefault(name.id, name)
-                except msgspec.ValidationError as error:
+                except (msgspec.ValidationError, UnicodeEncodeError) as error:
                     self._report("names.jsonl", str(error), "the rows of that name", at=f"line {number:,}")
         return self._names
 
@@ -256,7 +256,11 @@ class RankReader:
     @cached_property
     def streams(self) -> tuple[str, ...]:
         """Names of the streams that have a file."""
-        return tuple(name.removesuffix(".jsonl") for name in self._list("records", ".jsonl"))
+        found = self._list("records", ".jsonl")
+        if len(found) > MAX_STREAMS:
+            self._report("records", "more streams than are read", f"{len(found) - MAX_STREAMS:,} files")
+            found.sort(key=lambda name: name.removesuffix(".jsonl") not in STREAMS)
+        return tuple(sorted(name.removesuffix(".jsonl") for name in found[:MAX_STREAMS]))
 
     def records(self, stream: str) -> list[dict[str, Any]]:
         """Records of one stream in file order, ``rank`` set; a field of a wrong type is left out and reported."""

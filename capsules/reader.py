@@ -111,19 +111,22 @@ class Capsule:
             if directory.is_symlink():
                 raise OSError("is a symbolic link; refused")
             with os.scandir(directory) as entries:
-                listed = [(rank, each.is_symlink()) for each in entries if (rank := rank_of(each.name)) is not None]
+                listed = [(rank, each) for each in entries if (rank := rank_of(each.name)) is not None]
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
             self._damage.add(RANKS, Damage(what=error.strerror or str(error), where=RANKS, lost="all ranks"))
             return {}
         found: dict[int, RankReader] = {}
-        for rank, is_link in sorted(listed)[:MAX_RANKS]:
-            if is_link:
-                where = rank_directory(rank)
-                self._damage.add(where, Damage(what="is a symbolic link; refused", where=where, lost="the rank"))
-            else:
+        for rank, entry in sorted(listed, key=lambda each: each[0])[:MAX_RANKS]:
+            if entry.is_dir(follow_symlinks=False):
                 found[rank] = RankReader(self.path, rank, self._damage, self._clock)
+            else:
+                what = "is a symbolic link; refused" if entry.is_symlink() else "is no directory"
+                self._damage.add(RANKS, Damage(what=what, where=rank_directory(rank), lost="the rank"))
+        if len(listed) > MAX_RANKS:
+            lost = f"{len(listed) - MAX_RANKS:,} ranks"
+            self._damage.add(RANKS, Damage(what="more ranks than are read", where=RANKS, lost=lost))
         return found
 
     @property

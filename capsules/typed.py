@@ -11,7 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from .errors import EvidenceError
-from .jsonio import NON_FINITE, plain
+from .jsonio import NON_FINITE, paired, plain
 
 T = TypeVar("T")
 
@@ -63,6 +63,10 @@ def salvage(value: dict[str, Any], kind: type[T], spelled: bool = True) -> tuple
     while True:
         try:
             return msgspec.convert(value, kind), sentences
+        except UnicodeEncodeError:  # half of a surrogate pair where msgspec compares words
+            whole = cast("dict[str, Any]", paired(value))
+            value.clear()
+            value.update(whole)
         except msgspec.ValidationError as error:
             fault = _fault(value, kind, error)
             sentences.append(fault.sentence)

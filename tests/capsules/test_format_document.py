@@ -149,7 +149,7 @@ def test_what_our_writer_writes_is_what_the_document_says(path):
         assert file["arrays/data"][...].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("word", ["2,000,000", "65,536", "4,096", "20 entries"])
+@pytest.mark.parametrize("word", ["2,000,000", "16,384", "4,096", "20 entries"])
 def test_the_limits_in_the_document_are_those_of_the_code(word):
     from llmconsole.capsules import limits
 

@@ -563,3 +563,19 @@ class TestNumbers:
         c = Capsule.open(path)
         assert c.scalars("x").step.tolist() == [-(2**63), 0, 2**63 - 1]
         assert c.stats().numel.tolist() == [2**63 - 1]
+
+
+def test_of_thousands_of_streams_the_known_ones_are_read(capsule):
+    for number in range(1100):
+        (capsule / RANK / f"records/a{number}.jsonl").touch()
+    c = Capsule.open(capsule)
+    assert len(c.records("events")) == 20
+    assert len(c.record_streams()) == 1024
+    assert [each.lost for each in c.damage()] == [f"{1101 - 1024} files"]
+
+
+def test_of_thousands_of_damaged_files_the_first_thousand_are_listed(capsule):
+    edit_manifest(capsule, files=[{"path": f"files/{number}"} for number in range(1500)])
+    damage = Capsule.open(capsule).damage()
+    assert len(damage) == 1001
+    assert damage[-1].what == "500 further damaged places"
