@@ -26,20 +26,32 @@ def process_start(pid: int) -> str | None:
     On Linux: the boot's id and the start time in clock ticks (field 22 of ``/proc/PID/stat``, ``proc(5)``).
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot[:8]}:{fields[19]}"
+        return f"{boot[:8]}:{_stat(pid)[19]}"
     except (OSError, IndexError):
         return None
 
 
+def _stat(pid: int) -> list[str]:
+    """Fields 3 (the state) and following of ``/proc/PID/stat``; nothing where it cannot be had."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def is_gone(pid: int, started: str | None) -> bool:
-    """Whether the process of this host that had ``pid`` and ``process_start`` has ended."""
+    """Whether the process of this host that had ``pid`` and ``process_start`` has ended.
+
+    One that its parent has not waited for yet (state Z or X) has ended, though its pid still takes signals.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):
         pass
+    if _stat(pid)[:1] in (["Z"], ["X"]):
+        return True
     now = process_start(pid)
     return started is not None and now is not None and now != started

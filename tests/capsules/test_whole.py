@@ -41,6 +41,20 @@ class TestStatus:
         assert self.status(path, 29.9) == "recording"
         assert self.status(path, 30.0) == "crashed"
 
+    def test_a_killed_process_that_its_parent_has_not_waited_for_has_crashed(self, path):
+        CapsuleWriter(path, clock=lambda: NOW)
+        child = subprocess.Popen(["sleep", "60"])
+        started = process_start(child.pid)
+        self.edit(path, pid=child.pid, process_start=started)
+        assert self.status(path, 31) == "stale"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it ended, and stays a zombie
+        try:
+            assert process_start(child.pid) == started
+            assert self.status(path, 31) == "crashed"
+        finally:
+            child.wait()
+
     def test_a_pid_that_belongs_to_another_process_by_now_is_gone(self, path):
         CapsuleWriter(path, clock=lambda: NOW)
         assert process_start(os.getpid()) is not None
