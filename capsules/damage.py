@@ -6,6 +6,15 @@ import msgspec
 
 from .limits import MAX_ALL_DAMAGE_ROWS, MAX_DAMAGE_ROWS
 
+#: How a writer ended that left its rank open.
+DIED = "died without sealing"
+SILENT = "has not been heard of for long"
+DIED_EARLY = "writer died before it wrote any evidence"
+
+#: What an append that was cut off leaves at the end of a file.
+TORN_LINE = "last line is torn"
+TORN_BLOCK = "last block is torn"
+
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is not as it was written: what happened, in which file, what was lost, what was kept."""
@@ -14,6 +23,16 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     lost: str = ""
     kept: str = ""
+
+    @property
+    def unsealed(self) -> bool:
+        """It says that a writer ended, or fell silent, without sealing."""
+        return self.what == DIED_EARLY or self.what.endswith((DIED, SILENT))
+
+    @property
+    def torn(self) -> bool:
+        """It is an append that was cut off: nothing that was written before is missing."""
+        return self.what in (TORN_LINE, TORN_BLOCK)
 
 
 class DamageLog:

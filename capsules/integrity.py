@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .damage import Damage, DamageLog
+from .damage import DIED, DIED_EARLY, SILENT, Damage, DamageLog
 from .errors import EvidenceError
 from .layout import FILES, INCIDENT, MANIFEST
 from .limits import HASHED_PER_FILE, MAX_DIGEST_BYTES, MAX_HASHED_AT_A_GLANCE
@@ -27,12 +27,12 @@ def survey(capsule: Capsule, ranks: Mapping[int, RankReader], log: DamageLog) ->
         for stream in reader.streams:
             reader.records(stream)
         if reader.state and reader.state.status == "recording" and not reader.live:
-            how = "died without sealing" if reader.status == "crashed" else "has not been heard of for long"
+            how = DIED if reader.status == "crashed" else SILENT
             file = f"{reader.directory}/rank.json"
             log.add(file, Damage(what=f"writer of rank {rank} {how}", where=file, lost="what came after"))
     _ = capsule.scalar_keys(), capsule.stats(), capsule.batches()
     if not ranks and capsule.status in ("crashed", "stale"):
-        log.add(MANIFEST, Damage(what="writer died before it wrote any evidence", where=MANIFEST))
+        log.add(MANIFEST, Damage(what=DIED_EARLY, where=MANIFEST))
     room = MAX_HASHED_AT_A_GLANCE
     for file in capsule.files():
         where = file.path or "(no path)"

@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays import ArraysFile, Description, parse_description
 from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, Table, decode_table
-from .damage import Damage, DamageLog
+from .damage import TORN_BLOCK, TORN_LINE, Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object, present
@@ -116,7 +116,7 @@ class RankReader:
         for number, why in lines.bad:
             self._report(name, why, "the line", kept, at=f"line {number:,}")
         if lines.torn_bytes and not self.live:
-            self._report(name, "last line is torn", f"{lines.torn_bytes:,} bytes", kept)
+            self._report(name, TORN_LINE, f"{lines.torn_bytes:,} bytes", kept)
         return lines
 
     def _table(self, name: str, limit: int) -> Table:
@@ -126,7 +126,7 @@ class RankReader:
         for gap in table.gaps:
             if (gap.tail and self.live) or (skipped and gap.offset == 0):
                 continue
-            what = "last block is torn" if gap.tail else "a block is damaged"
+            what = TORN_BLOCK if gap.tail else "a block is damaged"
             self._report(name, what, f"{gap.size:,} bytes", kept, at=f"at byte {skipped + gap.offset:,}")
         return table
 

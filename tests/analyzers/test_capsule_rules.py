@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from llmconsole.analyzers.finding import Finding
 from llmconsole.capsules import Capsule, CapsuleWriter
+from llmconsole.capsules.jsonio import decode, encode
 
 Build = Callable[..., Capsule]
 Say = Callable[[str, Capsule], list[Finding]]
+
+NOW = 1_700_000_000.0
 
 
 def series(writer: CapsuleWriter) -> None:
@@ -48,6 +54,59 @@ def test_a_file_cut_short_is_named_and_the_rest_is_still_read(build: Build, find
     (finding,) = findings_of("capsule/damaged", Capsule.open(capsule.path))
     assert (finding.severity, finding.kind, finding.confidence) == ("warning", "hygiene", "confirmed")
     assert name.rpartition("/")[2] in finding.summary
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """A capsule of three steps whose writer was killed: rank 0 was never sealed and its process has ended."""
+    path = tmp_path / "killed.capsule"
+    series(CapsuleWriter(path, clock=lambda: NOW))
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    file = path / "ranks" / "rank00000" / "rank.json"
+    file.write_bytes(encode(decode(file.read_bytes()) | {"pid": child.pid}))
+    return path
+
+
+def opened_later(path: Path) -> Capsule:
+    return Capsule.open(path, clock=lambda: NOW + 60)
+
+
+@pytest.mark.fires("capsule/damaged")
+@pytest.mark.parametrize("torn", [0, 5])
+def test_a_killed_job_is_said_to_have_ended_and_not_that_its_capsule_is_to_be_copied_again(
+    killed: Path, findings_of: Say, torn: int
+) -> None:
+    events = killed / "ranks" / "rank00000" / "records" / "events.jsonl"
+    events.write_bytes(events.read_bytes() + b'{"kin'[:torn])
+    (finding,) = findings_of("capsule/damaged", opened_later(killed))
+    assert finding.title == "The job ended without closing the recorder"
+    assert (finding.severity, finding.kind, finding.confidence) == ("warning", "hygiene", "confirmed")
+    assert finding.summary.startswith("The record reaches step 2 and")
+    assert ("1 unfinished last row was dropped" in finding.summary) == bool(torn)
+    assert (finding.evidence[0].name, finding.evidence[0].value) == ("last recorded step", 2)
+    assert "out-of-memory killer" in finding.next[0]
+    assert "signal" in finding.next[1]
+    assert not any("copy" in each for each in finding.next)
+
+
+@pytest.mark.fires("capsule/damaged")
+def test_a_job_of_another_host_that_fell_silent_is_not_said_to_have_ended(killed: Path, findings_of: Say) -> None:
+    file = killed / "ranks" / "rank00000" / "rank.json"
+    file.write_bytes(encode(decode(file.read_bytes()) | {"host": "elsewhere"}))
+    (finding,) = findings_of("capsule/damaged", opened_later(killed))
+    assert finding.title == "The recorder fell silent without closing"
+
+
+@pytest.mark.fires("capsule/damaged")
+def test_a_killed_job_whose_files_are_broken_in_the_middle_has_a_damaged_capsule(
+    killed: Path, findings_of: Say
+) -> None:
+    events = killed / "ranks" / "rank00000" / "records" / "events.jsonl"
+    events.write_bytes(b"broken\n" + events.read_bytes())
+    (finding,) = findings_of("capsule/damaged", opened_later(killed))
+    assert finding.title == "The capsule is damaged in 2 places"
+    assert "copy the capsule again" in finding.next[0]
 
 
 def complete(writer: CapsuleWriter) -> None:
