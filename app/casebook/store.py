@@ -189,6 +189,13 @@ class Repository:
         # The pattern also finds longer values that begin like this one, and words in the body.
         return [(row[0], row[1], "\t".join(row[2:-1])) for row in rows if value in row[-1].strip().split(",")]
 
+    def newest_without_trailer(self, name: str) -> str | None:
+        """Full id of the newest commit of HEAD whose message has no line of that trailer, or None."""
+        if self.commit_id("HEAD") is None:
+            return None
+        found = self._git("log", "-1", "--invert-grep", "--basic-regexp", f"--grep=^{name}:", "--format=%H", "--")
+        return found.decode().strip() or None
+
     def summary(self, commit: str) -> str:
         """What a commit is and touches, as git tells it (``git show --stat``)."""
         return self._git("show", "--stat", "--format=medium", "--no-color", commit, "--").decode("utf-8", "replace")

@@ -58,10 +58,11 @@ def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = No
     try:
         code = Repository(Path(repository))
         root = str(code.root)
-        fix = code.commit_id("HEAD")
+        fix = code.newest_without_trailer("Case-Id")  # a commit that files a case fixes nothing
         if fix is not None:
             values["fix_commit"] = fix[:12]
-            head = f"HEAD {fix[:12]} {code.subject(fix)}"
+            place = "HEAD" if fix == code.commit_id("HEAD") else "newest but for cases:"
+            head = f"{place} {fix[:12]} {code.subject(fix)}"
     except StoreError as error:
         notes.append(str(error))
     try:
