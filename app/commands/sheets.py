@@ -33,7 +33,7 @@ class BatchPage(msgspec.Struct, kw_only=True):
 
 def print_layers(args: argparse.Namespace) -> int:
     """Print the sheet of one step."""
-    sheet = _ask("layers", LayerSheet, {"path": args.capsule, "kind": args.kind, "step": _step(args.layers)})
+    sheet = _ask("layers", LayerSheet, {"path": args.capsule, "kind": args.kind, "step": _given(args.layers)})
     if args.json:
         print_json(Layers(layers=sheet))
         return 0
@@ -54,7 +54,7 @@ def print_layers(args: argparse.Namespace) -> int:
 
 def print_batch(args: argparse.Namespace) -> int:
     """Print the samples of one batch."""
-    params = {"path": args.capsule, "step": _step(args.batch), "samples": SAMPLES, "tokens": TOKENS}
+    params = {"path": args.capsule, "step": _given(args.batch), "samples": SAMPLES, "tokens": TOKENS}
     sheet = _ask("batch", BatchSheet, params)
     if args.json:
         print_json(BatchPage(batch=sheet))
@@ -83,8 +83,6 @@ def _ask(method: str, kind: type[Sheet], params: dict[str, Any]) -> Sheet:
             raise CommandError(error) from error
 
 
-def _step(given: str) -> int | None:
-    try:
-        return int(given) if given else None
-    except ValueError:
-        raise CommandError(f"{given!r} is no step; give a whole number, or none for the step that matters") from None
+def _given(step: int | str) -> int | None:
+    """The step asked for; the option alone is an empty word, and asks for the step that matters."""
+    return step if isinstance(step, int) else None

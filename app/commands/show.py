@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -58,10 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("capsule", metavar="CAPSULE", help="the capsule's directory")
     sheet = parser.add_mutually_exclusive_group()
     sheet.add_argument(
-        "--layers", nargs="?", const="", metavar="STEP", help="statistics of the tensors of a step (the first bad one)"
+        "--layers",
+        nargs="?",
+        const="",
+        type=_step("--layers"),
+        metavar="STEP",
+        help="statistics of the tensors of a step (the first bad one)",
     )
     sheet.add_argument(
-        "--batch", nargs="?", const="", metavar="STEP", help="tokens, labels and losses of the batch nearest to a step"
+        "--batch",
+        nargs="?",
+        const="",
+        type=_step("--batch"),
+        metavar="STEP",
+        help="tokens, labels and losses of the batch nearest to a step",
     )
     parser.add_argument(
         "--kind",
@@ -93,6 +104,21 @@ def run(args: argparse.Namespace) -> int:
     for part in _parts(shown):
         screen.print(part)
     return 0
+
+
+def _step(option: str) -> Callable[[str], int | str]:
+    """A reader of an option's step, which is easily given the path where the capsule stands last."""
+
+    def step(given: str) -> int | str:
+        try:
+            return int(given) if given else ""
+        except ValueError:
+            usage = f"llmconsole show CAPSULE {option} [STEP]"
+            raise argparse.ArgumentTypeError(
+                f"{one_line(given, 200)!r} is no step (a whole number); write {usage}"
+            ) from None
+
+    return step
 
 
 def _parts(shown: Show) -> list[RenderableType]:

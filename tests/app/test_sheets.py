@@ -79,3 +79,14 @@ def test_the_document_is_as_promised(cli: Cli, capsule: Path, name: str) -> None
     if UPDATE:
         golden.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     assert document == json.loads(golden.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("option", ["--layers", "--batch"])
+def test_a_path_in_the_place_of_the_step_is_answered_with_the_way_to_write_it(
+    cli: Cli, capsule: Path, option: str
+) -> None:
+    for arguments in ([option, str(capsule)], [str(capsule), option, "last"]):
+        done = cli("show", *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"is no step (a whole number); write llmconsole show CAPSULE {option} [STEP]" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
