@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_output()
         return _BROKEN_PIPE
     except OSError as error:
-        narrate(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        # A name that is missing is the working directory's: standard output has none to miss.
+        where = "the working directory" if isinstance(error, FileNotFoundError) else "standard output"
+        narrate(f"{error.filename or where}: {error.strerror or error}")
         _silence_output()
         return UNUSABLE
     except SystemExit as leaving:  # --help and --version of argparse

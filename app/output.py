@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OK, FOUND, UNUSABLE = 0, 1, 2
+_NARROWEST = 20
 
 
 class CommandError(Exception):
@@ -44,4 +45,6 @@ def console(width: int | None = None) -> Console:
             raise BrokenPipeError
 
     plain = False if terminal.cannot_position() else None
-    return Writer(markup=False, emoji=False, highlight=False, soft_wrap=False, width=width, force_terminal=plain)
+    screen = Writer(markup=False, emoji=False, highlight=False, soft_wrap=False, width=width, force_terminal=plain)
+    screen.width = max(screen.width, _NARROWEST)  # COLUMNS=0 would print nothing at all
+    return screen

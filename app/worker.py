@@ -25,6 +25,7 @@ Kind = Literal["refused", "crashed", "timeout", "failed"]
 DEFAULT_MEMORY_GIB = 32.0
 DEFAULT_TIMEOUT_S = 600.0
 _LARGEST_ANSWER = 1 << 30
+_LARGEST_SETTING = 1e9
 
 
 class WorkerError(Exception):
@@ -211,6 +212,7 @@ def _collect(process: subprocess.Popen[bytes], lines: deque[str]) -> None:
 
 def _setting(name: str, default: float) -> float:
     try:
-        return float(os.environ.get(name) or default)
+        given = float(os.environ.get(name) or default)
     except ValueError:
         return default
+    return given if 0 <= given < _LARGEST_SETTING else default

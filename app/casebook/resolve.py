@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import os
 import re
+import stat
 import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from .store import Repository
 
 if TYPE_CHECKING:
     from ..worker import Worker
+
+_LARGEST_LOG = 64 << 20
 
 
 class ResolveError(Exception):
@@ -241,7 +244,12 @@ def commit(plan: Plan) -> str:
 def read(file: Path) -> str:
     """The case log's text (empty where there is none yet); bytes that are no UTF-8 survive a round trip."""
     try:
-        return file.read_bytes().decode("utf-8", "surrogateescape")
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_LOG:
+                raise ResolveError(f"{file} is no file of at most {_LARGEST_LOG >> 20} MiB; LLMCONSOLE_CASES names one")
+            return stream.read().decode("utf-8", "surrogateescape")
     except FileNotFoundError:
         return ""
     except OSError as error:

@@ -92,9 +92,12 @@ def sources(paths: list[str]) -> Iterator[tuple[Path, str]]:
 
     Readers of other files are asked here, by content, before a file is refused.
     """
-    for path in map(Path, paths):
+    for given in paths:
+        path = Path(given)
         try:
-            if is_capsule(path):
+            if not given:  # a variable of the shell that is not set; Path makes the working directory of it
+                yield path, "an empty path was given; . is the working directory"
+            elif is_capsule(path):
                 yield path, ""
             elif path.is_dir():
                 found = capsules_in(path)

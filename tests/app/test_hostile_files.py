@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,41 @@ def test_more_ranks_than_are_read_and_files_in_their_place_are_damage(
     said = {(each.where, each.what, each.lost) for each in opened.damage()}
     assert ("ranks/rank00001", "is no directory", "the rank") in said
     assert ("ranks", "more ranks than are read", "5 ranks") in said
+
+
+@pytest.mark.parametrize("put", [put_pipe, put_endless_device])
+def test_a_case_log_that_never_ends_is_refused(cli, tmp_path: Path, put) -> None:
+    put(tmp_path / "debug-cases.md")
+    done = cli("cases")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "is no file of at most 64 MiB" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("cases",), ("analyze", "x.capsule"), ("--list",)])
+def test_a_working_directory_that_is_gone_is_named_as_such(cli, tmp_path: Path, command: tuple[str, ...]) -> None:
+    code = f"import os; os.rmdir({str(tmp_path / 'gone')!r}); from llmconsole.app.cli import main; main({command})"
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=100
+    )
+    assert "Traceback" not in done.stderr
+    assert "standard output" not in done.stderr
+    assert done.stderr.count("\n") <= 1
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-1", "many"])
+def test_settings_that_make_no_sense_are_left_out(cli, capsule: Path, word: str) -> None:
+    done = cli("analyze", str(capsule), LLMCONSOLE_WORKER_MEMORY=word, LLMCONSOLE_WORKER_TIMEOUT=word)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "x"])
+def test_no_width_makes_a_report_vanish(cli, capsule: Path, columns: str) -> None:
+    assert "Nothing" in " ".join(cli("analyze", str(capsule), COLUMNS=columns).stdout.split())
+
+
+def test_an_empty_path_is_not_the_working_directory(cli, capsule: Path) -> None:
+    done = cli("analyze", "", str(capsule))
+    assert done.returncode == 2
+    assert done.stderr == "llmconsole: an empty path was given; . is the working directory\n"

@@ -102,7 +102,7 @@ class TestANewCase:
     ):
         (tmp_path / "victim").write_text("precious")
         (incident.path / "incident.json").symlink_to(tmp_path / "victim")
-        with pytest.raises(IncidentError, match=r"incident\.json cannot be read"):
+        with pytest.raises(IncidentError, match=r"incident\.json cannot be used: is a symbolic link"):
             resolve_now(incident)
         assert (tmp_path / "victim").read_text() == "precious"
         assert not (repository / "debug-cases.md").exists()
