@@ -35,6 +35,13 @@ HEADINGS = (
 ENTRY_POINT_GROUP = "llmconsole.rules"
 
 
+class NotJudged(Exception):
+    """Raised by a rule that has its evidence and yet cannot compare it; the message says what would be needed.
+
+    The rule is then skipped with that reason: silence would say that it looked and found nothing.
+    """
+
+
 @dataclass(frozen=True)
 class Rule:
     """A registered rule: its declaration and its function."""

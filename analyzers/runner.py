@@ -9,7 +9,7 @@ import msgspec
 
 from . import ladder
 from .finding import Finding, Kind, Severity, Stage
-from .registry import Rule, all_rules, plugin_warnings
+from .registry import NotJudged, Rule, all_rules, plugin_warnings
 from .report import CapsuleName, CapsuleReport, RuleError, Skipped
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
     errors: list[RuleError] = []
     silent: list[Rule] = []
     failed: set[Stage] = set()
+    unjudged: set[Stage] = set()  # silence of the other rules of such a stage is no health
 
     import numpy as np
 
@@ -53,6 +54,10 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
             if not complete:
                 cut = f"more than {MAX_FINDINGS_PER_RULE} findings: the first {MAX_FINDINGS_PER_RULE} are shown"
                 errors.append(RuleError(rule=rule.id, error=cut))
+        except NotJudged as reason:
+            skipped.append(Skipped(rule=rule.id, missing=(_line(str(reason)),)))
+            unjudged.add(rule.stage)
+            continue
         except Exception as error:  # a rule's fault must not silence the others
             errors.append(RuleError(rule=rule.id, error=_line(f"{type(error).__name__}: {error}")))
             failed.add(rule.stage)
@@ -62,11 +67,12 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
 
     ranked = ladder.attribute(findings, {rule.id: rule.explained_by for rule in rules})
     first = ladder.first_divergence(ranked)
+    heard: set[Stage] = {rule.stage for rule in silent}
     return CapsuleReport(
         capsule=CapsuleName(id=str(capsule.id), title=str(capsule.title), path=str(capsule.path)),
         first_divergence=first,
         findings=ranked,
-        ladder=ladder.marks(ranked, {rule.stage for rule in silent}, failed, first),
+        ladder=ladder.marks(ranked, heard - unjudged, failed, first),
         quiet=tuple(rule.id for rule in silent),
         skipped=tuple(skipped),
         errors=tuple(errors),

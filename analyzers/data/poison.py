@@ -171,6 +171,8 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
     extreme = sample.loss > T.EXTREME_OF_GUESS * guess if guess is not None else reason == "share"
     short = sample.length is None or sample.length <= T.LINE_TOKENS
     excused = short and (repeats or variety is None) and not (reason == "nonfinite" or harmful or extreme)
+    beyond = outlier.excess / outlier.usual_excess if outlier.usual_excess > 0 else math.inf
+    excused |= reason == "guess" and not harmful and beyond <= T.CLEARLY_BEYOND
     excused |= reason == "far" and not harmful and outlier.z <= T.EXTREME_SIGMA
     severity: Severity | None = "info" if excused else "warning" if reason == "far" or before_trouble else None
     evidence = [Evidence(name="sample loss", value=sample.loss, unit="nats/token", note=f"sample {sample.id}")]

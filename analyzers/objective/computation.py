@@ -16,6 +16,7 @@ from .loss_verdict import (
     evidence_rows,
     explain_windows,
     finding_of,
+    judged,
     loss_verdict,
     named_by,
 )
@@ -192,10 +193,9 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         None before the cause is known.
     """
-    run = loss_verdict(capsule)
-    if run is None or run[0].status != "undetermined" or declared_extras(capsule):
+    verdict, observed = judged(capsule)
+    if verdict.status != "undetermined" or declared_extras(capsule):
         return
-    verdict, observed = run
     table = verdict.table
     sets = " or ".join(" = ".join(each) for each in table.classes)
     window = observed[0].window

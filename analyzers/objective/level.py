@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,6 +140,19 @@ def uniform_guess(capsule: Capsule) -> Iterator[Finding]:
     )
 
 
+def _captured_loss(capsule: Capsule, step: int) -> float | None:
+    """Mean next-token cross-entropy of the batches captured at ``step``, in nats; None where none was."""
+    losses: list[np.ndarray[Any, Any]] = []
+    for batch in capsule.batches(step=step):
+        if batch.logsumexp is not None and batch.target_logits is not None:
+            losses.append((np.asarray(batch.logsumexp) - np.asarray(batch.target_logits)[..., 1]).ravel())
+        elif batch.token_loss is not None:
+            losses.append(np.asarray(batch.token_loss).ravel())
+    values = np.concatenate(losses) if losses else np.empty(0)
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else None
+
+
 @rule(
     "objective/initial-loss",
     stage="objective",
@@ -165,7 +178,8 @@ def initial_loss(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         The first loss, at step 0 or 1, is more than 0.5 nats from ln V.
     Looks like it but is not:
-        A pretrained model, a run that continues a checkpoint, a loss that is declared to be a sum.
+        A pretrained model, a run that continues a checkpoint, a loss that is declared to be a sum, or one that is
+        reported in another way than per token while the captured logits give ln V.
     What to try next:
         Look at the standard deviation of the output logits (about 0.02 · √hidden is usual) and of the embedding.
     Fix:
@@ -177,6 +191,9 @@ def initial_loss(capsule: Capsule) -> Iterator[Finding]:
     if first is None or nats is None or summed or not _is_random(capsule) or abs(first[1] - nats) <= INITIAL_WITHIN:
         return
     step, loss = first
+    computed = _captured_loss(capsule, step)
+    if computed is not None and abs(computed - nats) <= INITIAL_WITHIN:
+        return  # the logits are as they should be: it is the reported number that is made in another way
     too_high = loss > nats
     evidence = [Evidence(name="first_loss", value=loss, expected=nats, unit="nats/token", note=f"ln V, step {step}")]
     parameters = capsule.stats(role="parameter", step=step)

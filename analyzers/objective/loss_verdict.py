@@ -12,6 +12,7 @@ import numpy as np
 from ..counterfactual import explain
 from ..fault import Observation, Verdict
 from ..finding import Confidence, Evidence, Finding, Severity, Where
+from ..registry import NotJudged
 from .gradients import divided_afterwards
 from .loss_faults import (
     BY_NAME,
@@ -36,6 +37,8 @@ NEEDS = (
 )
 #: Reductions a manifest may declare.
 REDUCTIONS = ("token-mean", "sequence-mean", "sum")
+#: What a batch must be for its loss to be computed again.
+COMPARABLE = "a batch whose labels are its own tokens (unshifted, or shifted by one), with a finite loss and its logits"
 #: Faults that a loop which divides its gradients instead of its loss would show without having them; and those of
 #: them that are not confirmed before the gradients were seen.
 UNDIVIDED = frozenset({"accumulation-not-divided", "times-accumulation", "sum"})
@@ -115,8 +118,24 @@ def declared_extras(capsule: Capsule) -> tuple[str, ...]:
 
 
 def named_by(capsule: Capsule, rule_id: str) -> Iterator[Finding]:
-    """The finding of ``rule_id``, where the verdict names one of its faults and no earlier rule speaks for the set."""
-    yield from finding_of(capsule, rule_id, loss_verdict(capsule))
+    """The finding of ``rule_id``, where the verdict names one of its faults and no earlier rule speaks for the set.
+
+    Raises:
+        NotJudged: no captured batch can be computed again.
+    """
+    yield from finding_of(capsule, rule_id, judged(capsule))
+
+
+def judged(capsule: Capsule) -> tuple[Verdict, tuple[Observed, ...]]:
+    """The verdict of ``loss_verdict``.
+
+    Raises:
+        NotJudged: there is none, though the evidence is there.
+    """
+    run = loss_verdict(capsule)
+    if run is None:
+        raise NotJudged(COMPARABLE)
+    return run
 
 
 def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
@@ -162,8 +181,8 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
     yield Finding(
         title=_title(members),
         summary=(
-            f"The reported loss {table.observed:.7g} {verb} {label} ({chosen.value:.7g}, tolerance "
-            f"{table.tolerance:.2g}); computed as declared it is {table.healthy:.7g}."
+            f"The reported loss {table.observed:.7g}{_at(observed, table.observed)} {verb} {label} "
+            f"({chosen.value:.7g}, tolerance {table.tolerance:.2g}); computed as declared it is {table.healthy:.7g}."
         ),
         severity=severity,
         confidence=confidence,
@@ -174,6 +193,12 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
         fix=tuple(dict.fromkeys(each.fix for each in involved)),
         counterfactual=table,
     )
+
+
+def _at(observed: tuple[Observed, ...], value: float) -> str:
+    """Where the number stands that the table shows: the finding itself is static and counts from step 0."""
+    steps = [each.window.step for each in observed if each.value == value]
+    return f" of step {steps[0]:,}" if steps else ""
 
 
 def _witness(divided: bool | None) -> tuple[Evidence, ...]:

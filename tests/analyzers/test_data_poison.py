@@ -35,6 +35,15 @@ def captured(losses, step, row, tokens):
     return fill
 
 
+@pytest.mark.quiet(RULE)
+def test_hard_text_little_beyond_what_the_window_has_seen_is_only_noted(build, findings_of):
+    losses = sample_losses(100)
+    losses[70][2] = 5.9  # the window has seen hard text before
+    losses[80][3] = 6.9
+    (finding,) = findings_of(RULE, build(captured(losses, 80, 3, np.arange(64) * 4), BYTES))
+    assert finding.severity == "info"
+
+
 @pytest.mark.fires(RULE)
 def test_random_bytes_among_text_are_named(build, findings_of):
     losses = sample_losses(100)

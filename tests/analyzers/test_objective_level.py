@@ -91,6 +91,20 @@ def test_half_a_nat_is_the_limit_on_either_side(build: Build, findings_of: Say, 
     assert bool(findings_of("objective/initial-loss", build(losses(LN_256 + off), model()))) is fires
 
 
+@pytest.mark.quiet("objective/initial-loss")
+def test_a_sum_over_logits_that_are_as_they_should_be_is_not_blamed_on_them(build: Build, findings_of: Say) -> None:
+    def fill(writer: CapsuleWriter) -> None:
+        logits = 0.02 * torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0))
+        ids = torch.arange(97, 225).view(2, 64)
+        total = float(F.cross_entropy(logits[:, :-1].reshape(-1, 256), ids[:, 1:].reshape(-1), reduction="sum"))
+        writer.scalars("loss", step=[0], value=[total], rank=0)  # 126 tokens: about 699
+        scores = torch.full((2, 64, 3), float("nan"))
+        scores[:, :-1, 1] = logits[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        writer.batch(step=0, input_ids=ids, logsumexp=logits.logsumexp(-1), target_logits=scores)
+
+    assert not findings_of("objective/initial-loss", build(fill, model()))
+
+
 def test_a_run_that_continues_is_no_start(build: Build, findings_of: Say) -> None:
     def fill(writer: CapsuleWriter) -> None:
         writer.scalars("loss", step=[5000, 5001], value=[1.2, 1.2], rank=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llmconsole.analyzers.finding import Finding, Where
-from llmconsole.analyzers.registry import Rule, all_rules
+from llmconsole.analyzers.registry import NotJudged, Rule, all_rules
 from llmconsole.analyzers.report import Report, exit_status
 from llmconsole.analyzers.runner import MAX_FINDINGS_PER_RULE, analyze
 from llmconsole.capsules import Capsule, CapsuleWriter
@@ -29,6 +29,22 @@ def made(function: Callable[[Any], Iterable[Finding]], **declared: Any) -> Rule:
 
 def one(capsule: Any) -> Iterator[Finding]:
     yield Finding(title="One", summary="one thing", where=Where(step=1), cause="because")
+
+
+def test_a_rule_that_cannot_compare_its_evidence_is_skipped_and_its_stage_is_not_called_quiet(capsule: Capsule) -> None:
+    def cannot(_: Any) -> Iterator[Finding]:
+        raise NotJudged("labels that fit\ntheir tokens")
+        yield
+
+    def silent(_: Any) -> Iterator[Finding]:
+        yield from ()
+
+    report = analyze(capsule, [made(cannot, id="test/cannot"), made(silent, id="test/silent")])
+    assert [(each.rule, each.missing) for each in report.skipped] == [
+        ("test/cannot", ("labels that fit their tokens",))
+    ]
+    assert (report.quiet, report.errors) == (("test/silent",), ())
+    assert next(each.mark for each in report.ladder if each.stage == "data") == "not captured"
 
 
 def test_what_the_declaration_says_is_filled_in(capsule: Capsule) -> None:
