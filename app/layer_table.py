@@ -27,7 +27,7 @@ SHADES: dict[int, tuple[str, str]] = {
     -2: ("0", "magenta"),
     -3: (" ", ""),
 }
-BAD = ("✗", "bold white on red")
+BAD = ("✗", "bold reverse red")
 LEGEND = (
     "below the largest number of its type by less than █ 2× ▓ 8× ▒ 64× ░ 1,024×",
     "· far   v below smallest normal   0 all zero   ✗ NaN, Inf   room: powers of 2",

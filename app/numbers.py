@@ -27,6 +27,11 @@ def size(count: float) -> str:
     return f"{count:,.0f} B"
 
 
+def amount(value: float, unit: str) -> str:
+    """``compact``, but bytes as ``size`` gives them."""
+    return size(value) if unit == "bytes" and math.isfinite(value) else compact(value)
+
+
 def duration(seconds: float) -> str:
     """A time in three significant digits: ``1.23 s``, ``45.6 ms``, ``789 µs``."""
     if not math.isfinite(seconds):

@@ -17,6 +17,7 @@ from textual.binding import BindingType
 
 from .. import paths
 from .actions import Action, bindings, load_keymap
+from .colours import DARK, LIGHT
 from .driver import Driver
 from .link import Answer, Link
 from .reports import Reports
@@ -58,6 +59,7 @@ class Console(App[None]):
         self.state = load(directory) if remember else State()
         self.keymap, self.warnings = load_keymap(paths.config_directory() / "keys.toml")
         self.set_keymap(self.keymap)
+        self.ansi_theme_dark, self.ansi_theme_light = DARK, LIGHT
         if self.state.theme in THEMES:
             self.theme = self.state.theme
 

@@ -46,6 +46,10 @@ VIEWS: tuple[tuple[type[View], Make], ...] = (
 )
 
 
+#: At the right of the first line, since the last may have no room for it.
+_HELP = "  ? help "
+
+
 class CapsuleScreen(Screen[None]):
     """Tabs, one view, footer."""
 
@@ -94,6 +98,10 @@ class CapsuleScreen(Screen[None]):
         self._look()
         self.set_interval(1.0, self._look)
 
+    def on_resize(self) -> None:
+        """The first line is as wide as the screen."""
+        self._head()
+
     def _look(self) -> None:
         """Ask whether the capsule has grown."""
         known = self._contents.version if self._contents is not None else ""
@@ -125,6 +133,9 @@ class CapsuleScreen(Screen[None]):
         words.append(f"  {one_line(self.entry.message)}", "not bold")
         if problem:
             words.append(f"  {one_line(problem)}", "bold yellow")
+        room = self.app.size.width - len(_HELP)
+        words.truncate(room, overflow="ellipsis", pad=True)
+        words.append(_HELP, "not bold dim")
         self.query_one("#where", Static).update(words)
 
     def _tabs(self, number: int) -> None:

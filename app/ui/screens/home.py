@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import msgspec
+from rich.cells import cell_len
 from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
+from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Footer, Input, Static
 
 from ...listing import Entry, Listing
 from ...looks.types import SeriesColumns
-from ...text import one_line
+from ...text import keep_tail, one_line
 from ..actions import bindings
 from ..link import Answer
 from ..reports import case_query
@@ -51,6 +54,9 @@ _BUDGET = 0.25
 #: Capsules that get a verdict before anyone looks at them.
 _AHEAD = 30
 
+#: What the list says of a capsule that no trigger ended.
+_ENDS = {"stale": "silent", "crashed": "died"}
+
 _EMPTY = """
  No capsule here yet.
 
@@ -64,6 +70,17 @@ _EMPTY = """
  Or see one break:
    llmconsole demo
 """
+
+
+class Curves(Vertical):
+    """The small timelines; another height may have room for axes, or none."""
+
+    class Resized(Message):
+        """The curves are to be asked for again."""
+
+    def on_resize(self) -> None:
+        """Tell the screen."""
+        self.post_message(self.Resized())
 
 
 class HomeScreen(Screen[None]):
@@ -105,9 +122,9 @@ class HomeScreen(Screen[None]):
             with Vertical(id="chosen"):
                 with Vertical(id="verdict", classes="box"):
                     yield Verdict(id="first")
-                with Vertical(id="curves", classes="box"):
+                with Curves(id="curves", classes="box"):
                     for name, label in _SMALL:
-                        yield Timeline(label, id=f"small-{name}")
+                        yield Timeline(label, steps=False, id=f"small-{name}")
                 with Vertical(id="advice", classes="box"):
                     yield Advice(id="next")
         yield Footer(compact=True, show_command_palette=False)
@@ -118,7 +135,8 @@ class HomeScreen(Screen[None]):
         if words := self.console_app.state.filter:
             box = self.query_one("#filter", Input)
             box.value, box.display = words, True
-        self.query_one("#verdict").border_title = "…"
+        for name in ("#verdict", "#curves", "#advice"):  # until there is something to show
+            self.query_one(name).display = False
         self.query_one("#capsules").focus()
         self._head()
         self.console_app.reports.arrived.subscribe(self, self._analysed)
@@ -128,6 +146,7 @@ class HomeScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         """A wide terminal gives the list more room."""
         self.set_class(event.size.width >= 110, "wide")
+        self.set_class(event.size.width >= 160, "wider")
         self._fill()
 
     # -- data
@@ -137,6 +156,13 @@ class HomeScreen(Screen[None]):
             known = self._listing.version if self._listing is not None else ""
             params = {"directory": str(self.directory), "known": known, "budget": _BUDGET}
             self.console_app.link.ask(self, "listing", params)
+
+    @on(Timeline.Wanted)
+    @on(Curves.Resized)
+    def _resized(self) -> None:
+        """Another size needs other columns."""
+        if self._selected is not None:
+            self._ask_curves(self._selected)
 
     @on(Answer)
     def _answered(self, answer: Answer) -> None:
@@ -179,10 +205,14 @@ class HomeScreen(Screen[None]):
         if self._selected is None or answer.params["path"] != self._selected.path:
             return
         found = {each.name: each for each in msgspec.convert(answer.result or [], list[SeriesColumns])}
+        self.query_one("#curves").display = bool(found)
+        room = self.query_one("#curves").size.height
+        self.query_one("#curves").set_class(room >= 4 * max(1, len(found)), "axes")
+        lowest = next((name for name, _ in reversed(_SMALL) if name in found), "")
         for name, label in _SMALL:
             timeline = self.query_one(f"#small-{name}", Timeline)
             series = found.get(name)
-            timeline.display = series is not None
+            timeline.display, timeline.steps = series is not None, name == lowest
             if series is not None:
                 timeline.show([Curve(label, series.unit, series.columns, series.last)])
 
@@ -215,8 +245,8 @@ class HomeScreen(Screen[None]):
             return "damaged"
         report = kept.report
         first = report.first_divergence
-        if first is None:
-            return "quiet"
+        if first is None:  # a job that died or went silent is not well because no rule knows why
+            return "undetermined" if entry.status in _ENDS else "quiet"
         sure = any(each.rule == first.rule and each.confidence != "undetermined" for each in report.findings)
         return "divergence" if sure else "undetermined"
 
@@ -231,8 +261,10 @@ class HomeScreen(Screen[None]):
         ]
         shown.sort(key=lambda each: (_NEED.index(self._state(each)), -each.changed))
         rows = self._rows
-        rows.empty = " no capsule holds these words" if words else _EMPTY
         width = max(20, rows.size.width)
+        rows.empty = " nothing holds these words" if words else _EMPTY
+        if self._listing.problem and not self._listing.entries:
+            rows.empty = "\n".join(f" {each}" for each in wrap(one_line(self._listing.problem), width - 2))
         rows.set_rows(
             Lazy([each.path for each in shown], lambda at: Row(shown[at].path, self._line(shown[at], width), shown[at]))
         )
@@ -241,16 +273,25 @@ class HomeScreen(Screen[None]):
         """Sign, time, name, and what happened, in ``width`` cells."""
         sign, style = STATES[self._state(entry)]
         clock = "live " if entry.status == "recording" else _clock(entry.changed)
-        what = "unreadable" if entry.problem else entry.trigger
-        step = f" {entry.step:,}" if entry.step is not None else ""
-        tail = f"{what}{step}".strip()
         text = Text(no_wrap=True)
         text.append(sign, style)
         text.append(f" {clock} ", "dim")
-        room = width - len(text) - len(tail) - 1
-        name = one_line(entry.title or entry.name)
-        text.append(name[: max(4, room)].ljust(max(4, room)))
-        text.append(f" {one_line(tail)}", "dim")
+        room = width - text.cell_len - 1
+        name = one_line(entry.title or entry.name).removesuffix(".capsule")
+        what = "unreadable" if entry.problem else entry.trigger or _ENDS.get(entry.status, "")
+        step = f"{entry.step:,}" if entry.step is not None else ""
+        # Where not all has room, the name needs it most: the sign says already that something broke.
+        tail = next(
+            (
+                each
+                for each in (f"{one_line(what)} {step}".strip(), step)
+                if room - cell_len(each) >= min(14, cell_len(name))
+            ),
+            "",
+        )
+        name = keep_tail(name, max(4, room - cell_len(tail) - bool(tail)))
+        text.append(name)
+        text.append(f"{tail:>{max(0, width - 1 - text.cell_len)}}", "dim")
         return text
 
     def _head(self) -> None:
@@ -263,7 +304,7 @@ class HomeScreen(Screen[None]):
             words.append(f"  {count:,} capsule{'' if count == 1 else 's'}" + (f", {live} live" if live else ""))
             if listing.unread:
                 words.append(f", {listing.unread:,} still to read")
-            problem = problem or listing.problem
+            problem = problem or (listing.problem if listing.entries else "")
         if self._paused:
             words.append("  PAUSED (space goes on)", "bold yellow")
         if problem:
@@ -280,10 +321,11 @@ class HomeScreen(Screen[None]):
     @on(Rows.Moved, "#capsules")
     def _moved(self, message: Rows.Moved) -> None:
         entry = cast("Entry | None", message.row.item if message.row is not None else None)
-        self.query_one("#curves").display = entry is not None and not entry.problem
-        self.query_one("#advice").display = entry is not None
+        self.query_one("#verdict").display = entry is not None
+        if entry is None or entry.problem:
+            self.query_one("#curves").display = False
         if entry is None:
-            self.query_one("#verdict").border_title = ""
+            self.query_one("#advice").display = False
             self.query_one(Verdict).show(None, "")
             return
         if self._restored:
@@ -293,18 +335,19 @@ class HomeScreen(Screen[None]):
 
     def _show_report(self, entry: Entry) -> None:
         box = self.query_one("#verdict")
-        box.border_title = one_line(f"{entry.title or entry.name}  {entry.message}"[:200]).replace("[", r"\[")
+        box.border_title = _heading(entry, max(20, box.size.width - 4)).replace("[", r"\[")
         kept = self.console_app.reports.of(entry.path)
         verdict, advice = self.query_one(Verdict), self.query_one(Advice)
         if entry.problem:
-            verdict.show(None, f" {one_line(entry.problem)}")
+            verdict.show(None, one_line(entry.problem))
             advice.show(None)
         elif kept is not None and kept.report is not None:
             verdict.show(kept.report)
             advice.show(kept.report)
         else:
-            verdict.show(None, f" {one_line(kept.problem)}" if kept is not None else " analysing …")
+            verdict.show(None, one_line(kept.problem) if kept is not None else "analysing …")
             advice.show(None)
+        self.query_one("#advice").display = advice.says
         if not entry.problem:
             self.console_app.reports.refresh(entry.path, entry.changed, entry.status)
 
@@ -371,6 +414,14 @@ class HomeScreen(Screen[None]):
         box.value = ""
         box.display = False
         self.query_one("#capsules").focus()
+
+
+def _heading(entry: Entry, width: int) -> str:
+    """Name and trigger in ``width`` cells: the end of a long name, the beginning of the message."""
+    name, message = one_line(entry.title or entry.name), one_line(entry.message)
+    if not message:
+        return keep_tail(name, width)
+    return f"{keep_tail(name, max(12, min(cell_len(name), width - cell_len(message) - 2, width // 2)))}  {message}"
 
 
 def _clock(changed: float) -> str:

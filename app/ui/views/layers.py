@@ -29,7 +29,7 @@ class LayersView(View):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("layers")]
     DEFAULT_CSS = """
     LayersView Static { height: auto; }
-    LayersView #notes { color: $warning; }
+    LayersView #notes { color: $text-warning; }
     LayersView #exact { min-height: 2; max-height: 4; }
     LayersView #legend { color: $text-muted; height: 2; }
     """

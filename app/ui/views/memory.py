@@ -141,17 +141,18 @@ def ledger_text(ledger: MemoryLedger, width: int) -> Text:
         text.append(f" {one_line(each.phase)[:12]:<13}")
         for letter, style, cells in _pieces(each, scale, width - 15):
             text.append(letter * cells, style)
-        text.append(f"\n{'':14}{_words(each)}\n", "bright_black")
-    text.append("\n ")
+        text.append(f"\n  {_words(each)}\n", "bright_black")
     shown = {name for each in ledger.phases for name in each.parts}
-    for name, (letter, style) in _PARTS.items():
-        if name in shown:
-            text.append(letter, style)
-            text.append(f" {name}  ")
-    for (letter, style), words in ((_UNACCOUNTED, "unknown"), (_FRAGMENTED, "free")):
+    signs = [(*sign, name) for name, sign in _PARTS.items() if name in shown]
+    signs += [(*_UNACCOUNTED, "unknown"), (*_FRAGMENTED, "free"), ("|", "bold", "capacity")]
+    line = 0
+    for letter, style, words in signs:
+        if line + len(words) + 4 > width:
+            line = 0
+        text.append("\n " if line == 0 else "  ")
         text.append(letter, style)
-        text.append(f" {words}  ")
-    text.append("| capacity")
+        text.append(f" {words}")
+        line += len(words) + 4
     return text
 
 
@@ -189,7 +190,11 @@ def _words(phase: MemoryPhase) -> str:
     held = phase.allocated if phase.allocated is not None else sum(phase.parts.values())
     words = [f"{size(held)}{'' if phase.allocated is not None else ' by the ledger'}"]
     if phase.capacity is not None:
-        words[0] += f" of {size(phase.capacity)}"
+        capacity = size(phase.capacity)
+        words[0] = f"{words[0].removesuffix(capacity[-4:])} of {capacity}"
+    if phase.unaccounted:
+        sign = "?" if phase.unaccounted > 0 else "ledger over by"
+        words.append(f"{sign} {size(abs(phase.unaccounted))}")
     words += [
         f"{name} {size(value)}"
         for name, value in (
@@ -199,7 +204,4 @@ def _words(phase: MemoryPhase) -> str:
         )
         if value is not None
     ]
-    if phase.unaccounted:
-        sign = "?" if phase.unaccounted > 0 else "ledger over by"
-        words.append(f"{sign} {size(abs(phase.unaccounted))}")
     return " · ".join(words)

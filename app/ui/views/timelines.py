@@ -68,6 +68,12 @@ class TimelinesView(View):
                 cursor=self.step,
             )
 
+    @property
+    def _cursor(self) -> float | None:
+        """The shared cursor, where it stands among the recorded steps."""
+        left, right = self._whole
+        return self.step if self.step is not None and left <= self.step < right else None
+
     @on(Timeline.Wanted)
     def _wanted(self) -> None:
         self._ask_curves()
@@ -89,8 +95,8 @@ class TimelinesView(View):
             self._span = (found.columns.start, found.columns.stop)
             if self._window == Window():
                 self._whole = self._span
-            panel.set_reactive(Timeline.cursor, self.step)
-            value = found.last if found.at is None else found.at
+            panel.set_reactive(Timeline.cursor, self._cursor)
+            value = found.last if found.at is None or self._cursor is None else found.at
             panel.show([Curve(name, found.unit, found.columns, value)], self._marks)
 
     def follow(self, step: float | None) -> None:
@@ -106,12 +112,12 @@ class TimelinesView(View):
         panels = list(self.query(Timeline))
         width = panels[0].picture_columns // 2 if panels else 60
         stride = max(1.0, (stop - start) / max(1, width))
-        step = (stop - 1 if self.step is None else self.step) + by * stride
+        step = (stop - 1 if self._cursor is None else self._cursor) + by * stride
         self.post_message(self.CursorMoved(float(round(min(max(step, start), stop - 1)))))
 
     def action_event(self, by: int) -> None:
         """Go to the next or previous event."""
-        here = self.step if self.step is not None else (-1.0 if by > 0 else float("inf"))
+        here = self._cursor if self._cursor is not None else (-1.0 if by > 0 else float("inf"))
         ahead = [each.step for each in self._marks if (each.step - here) * by > 0]
         if ahead:
             self.post_message(self.CursorMoved(min(ahead) if by > 0 else max(ahead)))
@@ -121,7 +127,7 @@ class TimelinesView(View):
         start, stop = self._span
         left, right = self._whole
         width = min(max(4.0, (stop - start) * factor), right - left)
-        centre = self.step if self.step is not None else stop
+        centre = self._cursor if self._cursor is not None else stop
         begin = min(max(left, centre - width / 2), right - width)
         self._window = Window() if width == right - left else Window(begin, begin + width)
         self._ask_curves()

@@ -109,7 +109,7 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         super().__init__(id=id, classes=classes)
         self._rows: Sequence[Row[Item]] = ()
         self._drawn: dict[int, Text] = {}
-        self.empty = empty
+        self.empty = self._said = empty  # what an empty list says, and what was last drawn of it
 
     @property
     def selected(self) -> Row[Item] | None:
@@ -126,7 +126,8 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         place = _place(rows, chosen.key) if chosen else None
         cursor = place if place is not None else max(0, min(self.cursor, len(rows) - 1))
         self.virtual_size = Size(max(1, self.size.width), len(rows))
-        if len(before) != len(rows) or cursor != self.cursor:
+        if len(before) != len(rows) or cursor != self.cursor or (not rows and self.empty != self._said):
+            self._said = self.empty
             self.refresh()
         else:
             top = self.scroll_offset.y
@@ -164,8 +165,10 @@ class Rows(ScrollView, Generic[Item], can_focus=True):
         if index == self.cursor:
             style += self.get_component_rich_style("rows--cursor", partial=not self.has_focus)
         text = self._drawn[index] = self._rows[index].text
+        # On the cursor's strong ground colours and dimmed words could not be read; the signs say the same.
+        plain = index == self.cursor and self.has_focus
         segments = [
-            Segment(segment.text, style + segment.style if segment.style else style)
+            Segment(segment.text, style + segment.style if segment.style and not plain else style)
             for segment in text.render(self.app.console)
             if segment.text != "\n"
         ]

@@ -21,7 +21,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from ... import terminal
-from ...numbers import compact
+from ...numbers import amount
 from ..raster import PIXELS, Axis, Cell, Charset, draw, fit_axis
 
 if TYPE_CHECKING:  # numpy stays in the worker
@@ -74,13 +74,13 @@ class Timeline(Widget):
     DEFAULT_CSS = """
     Timeline { height: 1; }
     Timeline > .timeline--label { color: $text-muted; }
-    Timeline > .timeline--mark { color: $error; text-style: bold; }
-    Timeline > .timeline--event { color: $warning; }
+    Timeline > .timeline--mark { color: $text-error; text-style: bold; }
+    Timeline > .timeline--event { color: $text-warning; }
     Timeline > .timeline--cursor { background: $panel; }
-    Timeline > .timeline--curve-0 { color: $primary; }
-    Timeline > .timeline--curve-1 { color: $secondary; }
-    Timeline > .timeline--curve-2 { color: $accent; }
-    Timeline > .timeline--curve-3 { color: $success; }
+    Timeline > .timeline--curve-0 { color: $text-primary; }
+    Timeline > .timeline--curve-1 { color: $text-secondary; }
+    Timeline > .timeline--curve-2 { color: $text-accent; }
+    Timeline > .timeline--curve-3 { color: $text-success; }
     """
 
     cursor: reactive[float | None] = reactive(None)
@@ -158,7 +158,7 @@ class Timeline(Widget):
         if self.size.height <= 1:
             last = self._curves[0].last
             head = f"{self.series[: _LABEL - 1]:<{_LABEL}}"
-            value = f"{compact(last):>{_VALUE - 1}} " if last is not None else " " * _VALUE
+            value = f"{amount(last, self._curves[0].unit):>{_VALUE - 1}} " if last is not None else " " * _VALUE
             segments = [Segment(head, label), Segment(value, base), *self._cells_of(0)]
             return Strip(segments).adjust_cell_length(width, base)
         if y == 0:
@@ -166,15 +166,15 @@ class Timeline(Widget):
         height = len(self._cells)
         if y <= height:
             edge = {1: self._axis.high, height: self._axis.low}.get(y)
-            tick = f"{compact(edge):>{_LABEL - 1}} " if edge is not None else " " * _LABEL
+            tick = f"{amount(edge, self._curves[0].unit):>{_LABEL - 1}} " if edge is not None else " " * _LABEL
             return Strip([Segment(tick, label), *self._cells_of(y - 1)]).adjust_cell_length(width, base)
         return Strip(self._steps(label)).adjust_cell_length(width, base)
 
     def _title(self, label: Style) -> list[Segment]:
         segments: list[Segment] = []
         for index, curve in enumerate(self._curves):
-            value = f" {compact(curve.last)}" if curve.last is not None else ""
-            unit = f" {curve.unit}" if curve.unit else ""
+            value = f" {amount(curve.last, curve.unit)}" if curve.last is not None else ""
+            unit = f" {curve.unit}" if curve.unit and curve.unit != "bytes" else ""
             segments.append(Segment(f"{curve.name}{value}{unit}  ", self._colour(index)))
         if self.log_axis:
             segments.append(Segment("log  ", label))

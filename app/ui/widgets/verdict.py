@@ -29,6 +29,7 @@ class Advice(Static):
     """The two lines under the timelines: the next step, and what else was found."""
 
     _shown: tuple[CapsuleReport | None] | None = None
+    says = False  # whether there is any advice
 
     def show(self, report: CapsuleReport | None) -> None:
         """Show the next step of the first divergence and the other findings."""
@@ -36,6 +37,7 @@ class Advice(Static):
             return
         self._shown = (report,)
         if report is None:
+            self.says = False
             self.update("")
             return
         found = _first_finding(report)
@@ -50,6 +52,7 @@ class Advice(Static):
                 for each in others[:4]
             )
             lines.append(_labelled("Also", one_line(words)))
+        self.says = bool(lines)
         self.update(Group(*lines))
 
 
@@ -58,7 +61,7 @@ def ladder(report: CapsuleReport) -> Text:
     text = Text(no_wrap=True)
     for index, rung in enumerate(report.ladder):
         sign, style = MARKS[rung.mark]
-        text.append(f" {rung.stage}", "dim" if rung.mark == "not captured" else "")
+        text.append(f"{' ' if index % 4 else ''}{rung.stage}", "dim" if rung.mark == "not captured" else "")
         text.append(sign, style)
         if index == 3:
             text.append("\n")
@@ -69,17 +72,17 @@ def first(report: CapsuleReport) -> list[RenderableType]:
     """The first divergence: its name, its place, its sentence, how sure it is."""
     found = _first_finding(report)
     if found is None:
-        return [Text(f" Nothing diverged: {len(report.quiet)} checks ran and found nothing.", style="green")]
-    head = Text(" ")
+        return [Text(f"Nothing diverged: {len(report.quiet)} checks ran and found nothing.", style="green")]
+    head = Text()
     sign, style = ("?", "yellow") if found.confidence == "undetermined" else ("✗", "bold red")
     head.append(f"{sign} First divergence  ", style)
     head.append(one_line(found.rule), "bold")
     lines: list[RenderableType] = [head]
     if place := place_of(found.where):
-        lines.append(Text(f" {place}", "cyan"))
-    lines.append(Text(f" {one_line(found.summary, 600)}"))
+        lines.append(Text(f"{place}", "cyan"))
+    lines.append(Text(f"{one_line(found.summary, 600)}"))
     known = f" · {len(found.cases)} known case{'s' if len(found.cases) > 1 else ''}" if found.cases else ""
-    lines.append(Text(f" {found.confidence}{known}", "dim"))
+    lines.append(Text(f"{found.confidence}{known}", "dim"))
     return lines
 
 
@@ -98,4 +101,4 @@ def _first_finding(report: CapsuleReport) -> Finding | None:
 
 
 def _labelled(label: str, words: str) -> Text:
-    return Text.assemble((f" {label}  ", "bold"), words, no_wrap=True, overflow="ellipsis")
+    return Text.assemble((f"{label}  ", "bold"), words, no_wrap=True, overflow="ellipsis")

@@ -23,6 +23,9 @@ from llmconsole.capsules import CapsuleWriter
 from textual.app import App
 from textual.screen import Screen
 
+#: Limits of what the console promises, in milliseconds.
+TURN_MS, REDRAW_MS = 50.0, 20.0
+
 #: What ``_loop`` takes on a free core of the machine that the limits were set on.
 _LOOP_MS = 13.0
 
@@ -136,7 +139,7 @@ def long_series(directory: Path, steps: int = 10**6) -> Path:
     return directory
 
 
-def many_ranks(directory: Path, ranks: int = 64, collectives: int = 2500) -> Path:
+def many_ranks(directory: Path, ranks: int = 64, collectives: int = 1200) -> Path:
     """Ranks of which number 37 never comes to the last collective."""
     common = {"group": "dp", "group_ranks": list(range(ranks)), "op": "all_reduce", "dtype": "bfloat16"}
     with CapsuleWriter(directory / "ranks.capsule", title="64 ranks", phase="training") as writer:
