@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEP",
         help="tokens, labels and losses of the batch nearest to a step",
     )
+    sheet.add_argument("--memory", action="store_true", help="what each phase of a step holds on the device")
+    sheet.add_argument(
+        "--ranks", action="store_true", help="which rank did which collective, around the first difference"
+    )
+    sheet.add_argument("--latency", action="store_true", help="where the time of requests goes, and which are slow")
     parser.add_argument(
         "--kind",
         choices=("forward", "backward", "parameters", "updates"),
@@ -89,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
         from .sheets import print_batch, print_layers
 
         return print_batch(args) if args.batch is not None else print_layers(args)
+    if args.memory or args.ranks or args.latency:
+        from .machine import print_latency, print_memory, print_ranks
+
+        return (print_memory if args.memory else print_ranks if args.ranks else print_latency)(args)
     with Worker() as worker:
         try:
             facts = worker.call("show", {"path": args.capsule})

@@ -1,0 +1,85 @@
+"""``show --memory``, ``--ranks`` and ``--latency``: the console's views of the machine as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal
+
+import msgspec
+
+from ..looks.types import Latency, MemoryLedger, RanksGrid
+from ..output import CommandError, console, print_json
+from ..worker import Worker, WorkerError
+
+#: Ranks printed, and cells beside those that hold the collectives of a rank; the rest is in the console.
+RANKS, _BESIDE = 256, 41
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    """``llmconsole.show-machine/1``: one of the three, the others are null."""
+
+    format: Literal["llmconsole.show-machine/1"] = "llmconsole.show-machine/1"
+    memory: MemoryLedger | None = None
+    ranks: RanksGrid | None = None
+    latency: tuple[Latency, ...] | None = None
+
+
+def print_memory(args: argparse.Namespace) -> int:
+    """Print the ledger of the step at which most was allocated."""
+    found = msgspec.convert(_ask("memory", {"path": args.capsule}), MemoryLedger | None)
+    if args.json:
+        print_json(Machine(memory=found))
+        return 0
+    if found is None:
+        return _nothing("no ledger of memory was captured")
+    from ..ui.views.memory import ledger_text
+
+    console().print(ledger_text(found, console().width - 1))
+    return 0
+
+
+def print_ranks(args: argparse.Namespace) -> int:
+    """Print the grid around the first collective in which ranks differ."""
+    screen = console()
+    columns = max(8, screen.width - _BESIDE)
+    found = msgspec.convert(_ask("ranks", {"path": args.capsule, "columns": columns, "rows": RANKS}), RanksGrid)
+    if args.json:
+        print_json(Machine(ranks=found))
+        return 0
+    if not found.count:
+        return _nothing("neither collectives nor times of ranks were captured")
+    from ..ui.views.ranks import grid_text
+
+    screen.print(grid_text(found, screen.width))
+    return 0
+
+
+def print_latency(args: argparse.Namespace) -> int:
+    """Print the waterfall of the time to first token, and of the whole request."""
+    measures = ("ttft", "e2e")
+    answers = [_ask("latency", {"path": args.capsule, "measure": measure}) for measure in measures]
+    found = tuple(msgspec.convert(each, Latency) for each in answers if each is not None)
+    if args.json:
+        print_json(Machine(latency=found))
+        return 0
+    if not found:
+        return _nothing("no request says its time to first token or its whole time")
+    from ..ui.views.latency import waterfall
+
+    screen = console()
+    for each in found:
+        screen.print(waterfall(each, screen.width, len(each.components) + len(each.slices) + 9))
+    return 0
+
+
+def _nothing(words: str) -> int:
+    console().print(f" {words}")
+    return 0
+
+
+def _ask(method: str, params: dict[str, Any]) -> Any:
+    with Worker() as worker:
+        try:
+            return worker.call(method, params)
+        except WorkerError as error:
+            raise CommandError(error) from error
