@@ -6,7 +6,7 @@ import importlib
 import platform
 import sys
 
-NAMES = ("recorder", "engine", "demo")
+NAMES = ("recorder", "engine", "demo", "console")
 
 
 def main(names: list[str]) -> int:

@@ -134,6 +134,16 @@ def _paths() -> Iterator[Check]:
         )
     else:
         yield Check(name="capsules", state="ok", found=str(directory.resolve()))
+    keys = paths.config_directory() / "keys.toml"
+    if not keys.exists():
+        yield Check(name="key map", state="absent", found=f"{keys} (the default keys are in use; README shows how)")
+    else:
+        from ..ui.actions import load_keymap
+
+        keymap, problems = load_keymap(keys)
+        found = f"{keys}: {len(keymap)} changed" + (f"; {'; '.join(problems)}" if problems else "")
+        advice = "what is wrong in it is left out" if problems else ""
+        yield Check(name="key map", state="warn" if problems else "ok", found=found, advice=advice)
     log = paths.case_file()
     state: State = "ok" if log.is_file() else "absent"
     yield Check(name="case log", state=state, found=f"{log}{'' if state == 'ok' else ' (the first case creates it)'}")

@@ -34,6 +34,17 @@ class Action:
     method: str
 
 
+#: What the views are for, in the order of their keys.
+_VIEWS = (
+    "Overview: ladder and findings",
+    "Timelines: series over the steps",
+    "Layers: statistics of each tensor",
+    "Batch: tokens, labels, losses",
+    "Memory: what each phase holds",
+    "Ranks: who did which collective",
+    "Latency: where the time of requests goes",
+)
+
 #: Keys avoided on purpose: Alt, and ctrl+a b s q h i j m, which terminals, tmux and screen take for themselves.
 ACTIONS: tuple[Action, ...] = (
     Action("app.help", "app", "question_mark", "help", "What the keys do here", "app.help"),
@@ -61,8 +72,8 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action("capsule.export", "capsule", "e", "", "Write this capsule's report to a file: text, SVG or HTML", "export"),
     *(
-        Action(f"capsule.view-{number}", "capsule", str(number), "", f"View {number}", f"view({number})")
-        for number in range(1, 10)
+        Action(f"capsule.view-{number}", "capsule", str(number), "", words, f"view({number})")
+        for number, words in enumerate(_VIEWS, start=1)
     ),
     Action("timelines.right", "timelines", "right,l", "", "Move the step cursor to the right", "cursor(1)"),
     Action("timelines.left", "timelines", "left,h", "step", "Move the step cursor to the left", "cursor(-1)"),

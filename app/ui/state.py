@@ -18,10 +18,11 @@ _MOST = 200
 
 
 class State(msgspec.Struct, kw_only=True):
-    """The state of one directory."""
+    """The state of one directory; ``view`` is the one that ``viewed``, the capsule last opened, was left on."""
 
     capsule: str = ""
     filter: str = ""
+    viewed: str = ""
     view: int = 1
     theme: str = ""
 

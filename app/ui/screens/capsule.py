@@ -93,7 +93,9 @@ class CapsuleScreen(Screen[None]):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Ask what the capsule holds."""
+        """Ask what the capsule holds; the one looked at last opens as it was left."""
+        state = cast("Console", self.app).state
+        self._wanted = state.view if state.viewed == self.entry.path else 1
         self._head()
         self._look()
         self.set_interval(1.0, self._look)
@@ -156,6 +158,8 @@ class CapsuleScreen(Screen[None]):
         if not 1 <= number <= len(VIEWS):
             return
         self._wanted = number
+        state = cast("Console", self.app).state
+        state.viewed, state.view = self.entry.path, number
         if self._contents is None:
             return
         kind, make = VIEWS[number - 1]

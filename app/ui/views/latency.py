@@ -44,6 +44,11 @@ class LatencyView(View):
         self._measure = "ttft"
         self._top = 0
 
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        return f"llmconsole show {self.path} --latency"
+
     def compose(self) -> ComposeResult:
         """One picture."""
         yield Static(" reading …", id="waterfall", markup=False)

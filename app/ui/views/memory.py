@@ -57,6 +57,11 @@ class MemoryView(View):
         self._ledger: MemoryLedger | None = None
         self._rank: int | None = None
 
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        return f"llmconsole show {self.path} --memory"
+
     def compose(self) -> ComposeResult:
         """Ledger and timeline."""
         with VerticalScroll(can_focus=False):

@@ -52,6 +52,11 @@ class RanksView(View):
         self._at: int | None = None
         self._row: int | None = None
 
+    @property
+    def twin(self) -> str:
+        """The command that prints the same."""
+        return f"llmconsole show {self.path} --ranks"
+
     def compose(self) -> ComposeResult:
         """One picture."""
         yield Static(" reading …", id="grid", markup=False)

@@ -25,7 +25,13 @@ class Terminal:
     """A pseudo-terminal with the console in it and a screen that understands what the console sends."""
 
     def __init__(
-        self, arguments: list[str], columns: int = 80, lines: int = 24, cwd: Path | None = None, **environment: str
+        self,
+        arguments: list[str],
+        columns: int = 80,
+        lines: int = 24,
+        cwd: Path | None = None,
+        command: list[str] | None = None,
+        **environment: str,
     ) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -45,7 +51,8 @@ class Terminal:
             os.closerange(3, 256)
             if cwd is not None:
                 os.chdir(cwd)
-            os.execvpe(sys.executable, [sys.executable, "-m", "llmconsole.app.cli", *arguments], settings)
+            command = command or [sys.executable, "-m", "llmconsole.app.cli", *arguments]
+            os.execvpe(command[0], command, settings)
 
     @property
     def text(self) -> str:
@@ -59,16 +66,26 @@ class Terminal:
         while (left := deadline - time.monotonic()) > 0:
             if not select.select([self.master], [], [], left)[0]:
                 break
-            try:
-                data = os.read(self.master, 65536)
-            except OSError:
+            if not (taken := self._take()):
                 break
-            count += len(data)
-            self.received += data
-            # pyte knows no private-mode colon forms; what it cannot parse is no matter of ours.
-            with contextlib.suppress(Exception):
-                self.stream.feed(data)
+            count += taken
         return count
+
+    def read_some(self) -> None:
+        """Take in what is there, or wait a moment for something."""
+        if select.select([self.master], [], [], 0.05)[0]:
+            self._take()
+
+    def _take(self) -> int:
+        try:
+            data = os.read(self.master, 65536)
+        except OSError:
+            return 0
+        self.received += data
+        # pyte knows no private-mode colon forms; what it cannot parse is no matter of ours.
+        with contextlib.suppress(Exception):
+            self.stream.feed(data)
+        return len(data)
 
     def until(self, words: str, seconds: float = 60) -> None:
         """Wait until the screen holds ``words``."""
