@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..finding import Finding, Where
-from ..registry import rule
+from ..registry import NotJudged, rule
 from .level import initial_factor
 from .loss_faults import BY_NAME, BY_RECORDED_SUMS
 from .loss_verdict import (
+    COMPARABLE,
     NEEDS,
     declared_extras,
     declared_reduction,
@@ -263,5 +264,8 @@ def reduction(capsule: Capsule) -> Iterator[Finding]:
     known = explain_windows(capsule, recorded_windows(capsule), [BY_NAME[name] for name in BY_RECORDED_SUMS])
     if known is not None:
         yield from finding_of(capsule, "objective/reduction", known)
-    else:
-        yield from initial_factor(capsule)
+        return
+    found = list(initial_factor(capsule))
+    yield from found
+    if not found and all(capsule.has(need) for need in NEEDS):
+        raise NotJudged(COMPARABLE)

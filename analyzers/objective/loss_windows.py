@@ -192,15 +192,19 @@ def micro_of(capsule: Capsule, batch: Batch) -> Micro | None:
     if ids is None or labels is None or ids.shape != labels.shape or ids.ndim != 2 or ids.shape[1] < 2:
         return None
     tokens, labels = np.asarray(ids, dtype=np.int64), np.asarray(labels, dtype=np.int64)
-    scores = _scores(batch, tokens)
-    if scores is None:
-        return None
     training, tokenizer = capsule.manifest.training, capsule.manifest.tokenizer
     declared = training.ignore_index if training is not None else None
     ignore = IGNORE_INDEX if declared is None else declared
     asked = (labels != ignore) & (labels >= 0)
     shifted = is_shifted(tokens, labels, asked, batch.label_layout)
     if shifted is None:
+        return None
+    unmasked = batch.loss_mask is None and batch.attention_mask is None and batch.roles is None
+    if shifted and unmasked and _looks_padded(tokens, labels, asked):
+        return None  # whether the job counts the padding is written in a mask that was not captured
+    captured, tokens = tokens, _with_last_labels(tokens, labels, asked) if shifted else tokens
+    scores = _scores(batch, tokens, captured)
+    if scores is None:
         return None
     asked_token = np.hstack((np.zeros_like(asked[:, :1]), asked[:, :-1])) if shifted else asked
     padding = _padding(batch, tokens, tokenizer.pad_id if tokenizer is not None else None, asked_token)
@@ -238,11 +242,35 @@ def is_shifted(tokens: Ints, labels: Ints, asked: Mask, declared: str | None) ->
     if not own.any():
         return None
     unshifted = bool((labels == tokens)[own].mean() >= LAYOUT_AGREEMENT)
+    # Cut from longer rows and padded, the last label of a row is a token that its inputs do not hold.
+    following = following & ~_before_end(tokens)
     agreement = (labels[:, :-1] == tokens[:, 1:])[following]
     shifted = bool(agreement.size and agreement.mean() >= LAYOUT_AGREEMENT)
     if unshifted and shifted:
         return declared == "shifted"
     return shifted if unshifted or shifted else None
+
+
+def _before_end(tokens: Ints) -> Mask:
+    """[B, T − 1]: the position before the run of equal tokens that ends each row (its padding, or its last token)."""
+    ends = np.logical_and.accumulate((tokens == tokens[:, -1:])[:, ::-1], axis=1)[:, ::-1]
+    return ends[:, 1:] & ~ends[:, :-1]
+
+
+def _looks_padded(tokens: Ints, labels: Ints, asked: Mask) -> bool:
+    """Whether half of the rows or more end in a run of one and the same token that their labels ask for, too."""
+    ends = np.logical_and.accumulate((tokens == tokens[:, -1:])[:, ::-1], axis=1)[:, ::-1]
+    run = (ends & asked & (labels == tokens[:, -1:])).sum(axis=1)
+    last, counts = np.unique(tokens[run >= 2, -1], return_counts=True)
+    return bool(len(last)) and int(counts.max()) * 2 >= len(tokens)
+
+
+def _with_last_labels(tokens: Ints, labels: Ints, asked: Mask) -> Ints:
+    """``tokens`` of rows whose labels are shifted, with the last label in the place of the padding that follows it."""
+    missing = _before_end(tokens) & asked[:, :-1] & (labels[:, :-1] != tokens[:, 1:])
+    whole = tokens.copy()
+    whole[:, 1:][missing] = labels[:, :-1][missing]
+    return whole
 
 
 def _padding(batch: Batch, tokens: Ints, pad_id: int | None, asked: Mask) -> Mask:
@@ -267,7 +295,7 @@ def _padding(batch: Batch, tokens: Ints, pad_id: int | None, asked: Mask) -> Mas
     return padding
 
 
-def _scores(batch: Batch, tokens: Ints) -> Scores | None:
+def _scores(batch: Batch, tokens: Ints, captured: Ints) -> Scores | None:
     # float[B, T] that the job kept; where the scores do not reach (the token after a row) they may still tell.
     known = np.asarray(batch.token_loss, dtype=np.float64) if batch.token_loss is not None else None
     logits = batch.logits
@@ -277,9 +305,12 @@ def _scores(batch: Batch, tokens: Ints) -> Scores | None:
     total, following = batch.logsumexp, batch.target_logits
     if total is None or following is None:
         return None
-    return Scores(
-        np.asarray(total, dtype=np.float64), tokens, np.asarray(following, dtype=np.float64), known_loss=known
-    )
+    kept = np.array(following, dtype=np.float64)
+    # Kept logits are those of the captured tokens; where another token stands in their place nothing is known.
+    for flat in np.flatnonzero((tokens != captured).ravel()):
+        for offset in range(min(3, flat + 1)):
+            kept.reshape(-1, kept.shape[-1])[flat - offset, offset] = np.nan
+    return Scores(np.asarray(total, dtype=np.float64), tokens, kept, known_loss=known)
 
 
 def _roundoff(*dtypes: str | None) -> float:

@@ -131,7 +131,10 @@ def label_layout(ids: Tensor, labels: Tensor, ignore_index: int) -> str | None:
         return None
     supervised = labels != ignore_index
     same = bool(((labels == ids) | ~supervised).all())
-    following = supervised[:, :-1]
+    # Cut from longer rows and padded, the last label of a row is a token that its inputs do not hold: the position
+    # before the run of equal tokens that ends the row says nothing.
+    ends = (ids == ids[:, -1:]).flip(1).cumprod(1).flip(1).bool()
+    following = supervised[:, :-1] & ~(ends[:, 1:] & ~ends[:, :-1])
     shifted = bool(((labels[:, :-1] == ids[:, 1:]) | ~following).all() & following.any())
     if not bool(supervised.any()) or same == shifted:
         return None

@@ -657,3 +657,59 @@ def test_micro_batches_left_over_at_the_end_of_a_run_are_no_shorter_window(build
 
     _, found = said(build(fill, manifest(accumulation_steps=4)))
     assert set(found) == ({"objective/reduction"} if stepped else set())
+
+
+class TestRowsThatWereCutAndPadded:
+    """``x = row[:-1]``, ``y = row[1:]``, each padded: the last label of a short row is no token of its inputs."""
+
+    LENGTHS = (9, 5, 12, 7)
+
+    def rows(self, pad_label: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        ids, labels = torch.zeros(4, 12, dtype=torch.long), torch.full((4, 12), pad_label)
+        for row, length in enumerate(self.LENGTHS):
+            whole = torch.randint(1, VOCABULARY, (length + 1,), generator=generator)
+            ids[row, :length], labels[row, :length] = whole[:-1], whole[1:]
+        return ids, labels
+
+    def capsule(self, build: Build, pad_label: int, loss: Callable[[Tensor, Tensor], Tensor], **more: Any) -> Capsule:
+        ids, labels = self.rows(pad_label)
+        logits = torch.randn(4, 12, VOCABULARY, generator=torch.Generator().manual_seed(4))
+        value = float(loss(logits, labels))
+
+        def fill(writer: CapsuleWriter) -> None:
+            writer.scalars("loss", step=[0], value=[value], rank=0)
+            about = {"reported_loss": value, "loss_dtype": "float32", "logits_dtype": "float32"}
+            writer.batch(step=0, rank=0, input_ids=ids, labels=labels, logits=logits, **about, **more)
+
+        return build(fill, manifest())
+
+    @pytest.mark.quiet("objective/reduction")
+    def test_the_right_loss_is_computed_to_the_last_label(self, build: Build) -> None:
+        report, found = said(self.capsule(build, IGNORE, lambda logits, labels: ce(logits, labels)))
+        assert not found
+        assert "objective/reduction" in report.quiet
+
+    @pytest.mark.fires("objective/reduction")
+    def test_a_sum_is_named(self, build: Build) -> None:
+        _, found = said(self.capsule(build, IGNORE, lambda logits, labels: ce(logits, labels, "sum")))
+        assert set(found) == {"objective/reduction"}
+
+    def test_where_no_mask_says_whether_padding_counts_nothing_is_judged(self, build: Build) -> None:
+        def masked(logits: Tensor, labels: Tensor) -> Tensor:
+            return ce(logits, labels.masked_fill(labels == 0, IGNORE))
+
+        for loss in (masked, lambda logits, labels: ce(logits, labels)):
+            report, found = said(self.capsule(build, 0, loss))
+            assert not found
+            assert "objective/reduction" in {each.rule for each in report.skipped}
+
+    def test_a_mask_that_was_captured_decides(self, build: Build) -> None:
+        mask = (self.rows(0)[1] != 0).long()
+        report, found = said(
+            self.capsule(
+                build, 0, lambda logits, labels: ce(logits, labels.masked_fill(labels == 0, IGNORE)), loss_mask=mask
+            )
+        )
+        assert not found
+        assert "objective/reduction" in report.quiet
