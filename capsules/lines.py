@@ -13,7 +13,7 @@ from zlib import crc32
 
 from .errors import EvidenceError
 from .jsonio import decode_object, encode
-from .limits import MAX_LINE_BYTES, MAX_LINES
+from .limits import MAX_BAD_LINES, MAX_LINE_BYTES, MAX_LINES
 
 #: Bytes of ``"crc32":"xxxxxxxx"}``.
 TAIL = 19
@@ -66,6 +66,9 @@ def decode_lines(data: bytes) -> Lines:
             lines.records.append(Line(number, _decode_line(line), b'NaN"' in line or b'Infinity"' in line))
         except EvidenceError as error:
             lines.bad.append((number, error.what))
+            if len(lines.bad) == MAX_BAD_LINES:
+                lines.bad.append((number + 1, "after so many damaged lines the rest is not read"))
+                break
     return lines
 
 

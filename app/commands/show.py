@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+#: Rows of a table printed for people; a configuration may hold a million.
+_MOST_ROWS = 1000
+
 
 class ReplayRow(msgspec.Struct, kw_only=True):
     """One of the eight things that a replay needs."""
@@ -165,8 +168,11 @@ def _tree(mapping: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(overflow="fold", max_width=44)
     table.add_column(overflow="fold", ratio=1)
-    for name, value in _flat(mapping):
+    rows = _flat(mapping)
+    for name, value in rows[:_MOST_ROWS]:
         table.add_row(Text(f"   {one_line(name, 80)}"), Text(one_line(value, 240)))
+    if len(rows) > _MOST_ROWS:
+        table.add_row(Text("   …"), Text(f"{len(rows) - _MOST_ROWS:,} more: llmconsole show --json", "bright_black"))
     return table
 
 

@@ -90,10 +90,10 @@ class Finisher:
         """A signal has come; ``final``: the process ends when this returns, so everything is written now."""
         self._ask(Trigger("signal", self._at(window), self._rank, signal=name, message=f"received {name}"), window)
         if final:
-            self._crashed = True
             if window is not None:
                 self._loop.window = None
                 self.finish(window)
+            self._crashed = True
             self.close()
 
     def _ask(self, trigger: Trigger, window: Window | None) -> None:

@@ -149,3 +149,13 @@ def test_an_empty_path_is_not_the_working_directory(cli, capsule: Path) -> None:
     done = cli("analyze", "", str(capsule))
     assert done.returncode == 2
     assert done.stderr == "llmconsole: an empty path was given; . is the working directory\n"
+
+
+def test_a_configuration_of_a_million_keys_is_shown_in_part(cli, capsule: Path) -> None:
+    manifest = json.loads((capsule / "capsule.json").read_text())
+    manifest["config"] = dict.fromkeys((f"k{number}" for number in range(10**6)), 1)
+    (capsule / "capsule.json").write_text(json.dumps(manifest, separators=(",", ":")))
+    done = cli("show", str(capsule))
+    assert done.returncode == 0
+    assert "more: llmconsole show --json" in done.stdout
+    assert done.stdout.count("\n") < 1200

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from llmconsole.capsules import Capsule, CapsuleWriter, EvidenceError
 from llmconsole.capsules.blocks import HEADER, decode_table
+from llmconsole.capsules.lines import decode_lines
 
 IDS = np.arange(400).reshape(4, 100)
 RANK = Path("ranks/rank00000")
@@ -232,6 +233,11 @@ class TestDamagedFiles:
         damage = exercise(capsule)
         assert len(damage) == 21
         assert damage[-1].what == "9,980 further damaged places"
+
+    def test_a_file_of_nothing_but_bad_lines_is_given_up(self):
+        lines = decode_lines(b"x\n" * 500_000)
+        assert len(lines.bad) == 20_001
+        assert lines.bad[-1] == (20_001, "after so many damaged lines the rest is not read")
 
 
 class TestManifests:

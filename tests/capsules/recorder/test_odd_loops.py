@@ -250,3 +250,24 @@ def test_a_hostile_name_of_a_run_is_a_plain_folder_in_its_place(tmp_path: Path, 
     assert recorder.path.name[0].isalnum()
     assert len(recorder.path.name) < 120
     assert recorder.path.name.isprintable()
+
+
+def test_a_signal_in_the_middle_of_a_step_leaves_a_crashed_capsule(job: Any) -> None:
+    killed = job(
+        """
+        import os, signal, sys, torch
+        from llmconsole.capsules import Recorder
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(sys.argv[1], model=model, optimizer=optimizer)
+        for turn in range(3):
+            with recorder.step():
+                model(torch.ones(3)).sum().backward()
+                if turn == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                optimizer.step()
+        """
+    )
+    assert killed.finish()[0] == -15
+    capsule = killed.capsule()
+    assert (capsule.status, capsule.trigger.signal) == ("crashed", "SIGTERM")
