@@ -74,6 +74,6 @@ def test_bars_share_one_scale_and_their_pieces_add_up(tmp_path: Path):
     lines = ledger_text(ledger, 95).plain.split("\n")
     assert lines[2].split() == ["forward", "W" * 14 + "A" * 20 + "??" + "F" * 5, "|"]
     assert len(lines[2]) == 14 + 80
-    assert lines[3].strip() == "36 GiB of 80 GiB · reserved 41 GiB · ? 2 GiB"
+    assert lines[3].strip() == "36 of 80 GiB · ? 2 GiB · reserved 41 GiB"
     assert lines[4].split() == ["optimizer", "W" * 14 + "O" * 28]
     assert lines[5].strip() == "42 GiB by the ledger"
