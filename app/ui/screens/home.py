@@ -148,6 +148,7 @@ class HomeScreen(Screen[None]):
         self.set_class(event.size.width >= 110, "wide")
         self.set_class(event.size.width >= 160, "wider")
         self._fill()
+        self._head()
 
     # -- data
 
