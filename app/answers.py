@@ -27,9 +27,7 @@ def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = ()) ->
     chosen = None
     if rules or stages:
         chosen = [
-            rule
-            for rule in _all_rules()
-            if (not rules or rule.id in rules) and (not stages or rule.stage in stages)
+            rule for rule in _all_rules() if (not rules or rule.id in rules) and (not stages or rule.stage in stages)
         ]
     return run_rules(_open(path), chosen)
 
