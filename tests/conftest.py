@@ -8,8 +8,8 @@ import signal
 def pytest_configure() -> None:
     """Take signals as a job in the foreground does.
 
-    A suite started in the background (``make test &``, nohup, some runners) inherits ignored signals, and so would every
-    process that a test starts and interrupts.
+    A suite started in the background (``make test &``, nohup, some runners) inherits ignored signals, and so would
+    every process that a test starts and interrupts.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
