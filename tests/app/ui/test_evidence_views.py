@@ -95,11 +95,15 @@ def test_layers_go_through_steps_and_passes_with_the_shared_cursor(recorded: Pat
             await pilot.press("3")
             await until(pilot, lambda: bool(console.screen.query(LayersView)), "the view is there")
             await until(pilot, lambda: "step 0 (1 of 4 recorded)" in drawn(console, "#step"), "at the finding's step")
-            names = [line.split()[0] for line in drawn(console, "#sheet").splitlines() if line.strip()]
-            assert names[:2] == ["0", "1"]  # embedding, then the linear map
+
+            def names() -> list[str]:
+                return [line.split()[0] for line in drawn(console, "#sheet").splitlines() if line.strip()]
+
+            await until(pilot, lambda: names()[:2] == ["0", "1"], "embedding, then the linear map")
             await pilot.press("right")
             await until(pilot, lambda: "step 1 (2 of 4" in drawn(console, "#step"), "the next step")
-            assert "norms only; full statistics at step 0 and 2" in drawn(console, "#notes")
+            norms = "norms only; full statistics at step 0 and 2"
+            await until(pilot, lambda: norms in drawn(console, "#notes"), "where the full ones are")
             await pilot.press("n")
             await until(pilot, lambda: "step 2 (3 of 4" in drawn(console, "#step"), "the next full step")
             await pilot.press("b")
@@ -163,10 +167,10 @@ def test_five_hundred_layers_open_at_the_bad_one_and_only_what_is_on_screen_is_m
             await until(pilot, lambda: bool(console.screen.query(LayersView)), "the view is there")
             await until(pilot, lambda: "✗ layers.400 " in drawn(console, "#sheet"), "the first bad tensor is in view")
             assert "layers.399" in drawn(console, "#sheet")  # and the last good one above it
-            assert "layers.400" in drawn(console, "#exact")
+            await until(pilot, lambda: "layers.400" in drawn(console, "#exact"), "its numbers in full")
             await pilot.press("left")
             await until(pilot, lambda: "step 1 (2 of 3" in drawn(console, "#step"), "the step before")
-            assert "layers.400" in drawn(console, "#exact")  # the cursor stays on its tensor
+            await until(pilot, lambda: "layers.400" in drawn(console, "#exact"), "the cursor stays on its tensor")
             assert "✗" not in drawn(console, "#sheet")
             await pilot.press("w")
             await until(pilot, lambda: "✗ layers.400 " in drawn(console, "#sheet"), "w goes back to it")
