@@ -65,6 +65,8 @@ def batch(
         return BatchSheet(step=None)
     if position is None:
         trigger = capsule.trigger.step if capsule.trigger else None
+        if step is not None and step <= 0 < min(each.step for each in captured):
+            step = None  # step 0 stands for what was wrong before anything was captured
         wanted = step if step is not None else trigger if trigger is not None else captured[-1].step
         position = min(range(len(captured)), key=lambda at: abs(captured[at].step - wanted))
     position = min(max(position + by, 0), len(captured) - 1)

@@ -130,7 +130,7 @@ def layers(
     bad, trigger = index.first_bad, capsule.trigger
     if not len(steps):
         return LayerSheet(kind=kind, step=None, ranks=capsule.ranks, first_bad=bad)
-    if step is None:
+    if step is None or (step <= 0 < steps[0]):  # step 0 stands for what was wrong before anything was recorded
         fallback = full_steps[-1] if len(full_steps) else steps[-1]
         step = bad.step if bad else trigger.step if trigger and trigger.step is not None else fallback
     if rank is None:

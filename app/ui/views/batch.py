@@ -107,7 +107,7 @@ class BatchView(View):
     def _draw(self, sheet: BatchSheet) -> None:
         width = max(40, self.size.width)
         near = ""
-        if self.step is not None and sheet.step != round(self.step):
+        if self.step and sheet.step != round(self.step):
             near = f"  nearest to {self.step:,.0f}"
         self.query_one("#which", Static).update(Text(f" {table.where(sheet)}{near}", "bold"))
         notes, legend = table.notes(sheet), table.legend(sheet)

@@ -105,7 +105,7 @@ class LayersView(View):
     def _draw(self, sheet: LayerSheet) -> None:
         width = max(40, self.size.width - 2)  # beside the scroll bar
         near = ""
-        if self.step is not None and sheet.step is not None and sheet.step != round(self.step):
+        if self.step and sheet.step is not None and sheet.step != round(self.step):
             near = f"  nearest to {self.step:,.0f}"
         self.query_one("#step", Static).update(Text(f" {table.where(sheet)}{near}", "bold"))
         notes = self.query_one("#notes", Static)

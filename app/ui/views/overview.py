@@ -157,8 +157,7 @@ class OverviewView(View):
         message.stop()
         self._show()
         item = self._chosen
-        # Step 0 stands for what was wrong from the start; the other views know better where that is seen.
-        if item is not None and item.finding is not None and item.finding.where.step:
+        if item is not None and item.finding is not None and item.finding.where.step is not None:
             self.post_message(self.CursorMoved(float(item.finding.where.step)))
 
     # -- actions
