@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .series import MAD_TO_SIGMA
+
 if TYPE_CHECKING:
     from ..capsules import Capsule
-
-#: 1 / Φ⁻¹(3/4): turns a median absolute deviation into the standard deviation of a normal distribution.
-MAD_TO_SIGMA = 1.4826
 
 #: A spread is never taken as smaller than this share of the median, or a memorised set has outliers everywhere.
 MIN_RELATIVE_SPREAD = 0.02

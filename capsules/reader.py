@@ -150,7 +150,8 @@ class Capsule:
         found: dict[SeriesKey, Series] = {}
         for rank, reader in self._ranks.items():
             rows = reader.read_scalars(self._share(MAX_SCALARS_BYTES))
-            rows = rows[np.argsort(rows["step"], kind="stable")]
+            written = np.argsort(rows["step"], kind="stable")
+            rows = rows[written]
             by_id = np.argsort(rows["id"], kind="stable")
             ids = rows["id"][by_id]
             named: dict[tuple[str, str | None], list[Name]] = {}  # several ids may stand for one series
@@ -163,7 +164,7 @@ class Capsule:
                 if len(picked):
                     unit = next((each.unit for each in same if each.unit), "")
                     key = SeriesKey(name, rank, side, unit)
-                    found[key] = series(key, rows[picked])
+                    found[key] = series(key, rows[picked], written[picked])
         return found
 
     def scalar_keys(self) -> tuple[SeriesKey, ...]:
@@ -184,7 +185,7 @@ class Capsule:
             if key.name == name and rank in (None, key.rank) and (side is None or key.side == side)
         ]
         if not matching:
-            return series(SeriesKey(name, rank or 0, side, ""), np.empty(0, ROWS[SCALARS]))
+            return series(SeriesKey(name, rank or 0, side, ""), np.empty(0, ROWS[SCALARS]), np.empty(0, np.int64))
         return self._series[min(matching, key=lambda key: (key.rank, key.side or ""))]
 
     # -- statistics
@@ -338,8 +339,8 @@ def _renumbered(ids: Array, renamed: dict[int, int]) -> Array:
     return np.array([renamed[each] for each in used.tolist()], np.int64)[inverse]
 
 
-def series(key: SeriesKey, rows: Array) -> Series:
-    """Columns from packed rows."""
+def series(key: SeriesKey, rows: Array, written: Array) -> Series:
+    """Columns from packed rows; ``written`` is where each stood in the file."""
     time_ = rows["time"]
     return Series(
         name=key.name,
@@ -349,6 +350,7 @@ def series(key: SeriesKey, rows: Array) -> Series:
         time=None if np.isnan(time_).all() else time_.astype(np.float64),
         unit=key.unit,
         side=key.side,
+        written=written,
     )
 
 

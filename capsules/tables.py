@@ -117,6 +117,8 @@ class Series:
         step: int64[N], optimizer window.
         value: float64[N]; NaN and infinities are values, not gaps.
         time: float64[N] Unix seconds, or None where no time was written.
+        written: int64[N], grows in the order in which the rows were written: where a resumed run repeats steps, it
+            tells the stretches apart.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Series:
     time: Array | None
     unit: str
     side: str | None
+    written: Array
 
     def __len__(self) -> int:
         return len(self.step)

@@ -11,9 +11,10 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..samples import samples_by_step, worst_sample
+from ..series import Curve, curve
 from . import thresholds as T
 from .nonfinite import update_ratio
-from .symptoms import Curve, Symptom, curve, first_symptom, skipped_steps, start_level
+from .symptoms import Symptom, first_symptom, skipped_steps, start_level
 
 if TYPE_CHECKING:
     from ...capsules import Capsule

@@ -11,9 +11,10 @@ import numpy as np
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import rule
 from ..samples import samples_by_step, worst_sample
+from ..series import Curve, curve
 from . import thresholds as T
 from .overflow import find_overflow
-from .symptoms import Curve, curve, first_nonfinite, unlawful
+from .symptoms import first_nonfinite, unlawful
 
 if TYPE_CHECKING:
     from ...capsules import Capsule

@@ -11,12 +11,11 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
+from ..series import Ints, curve
 from . import thresholds as T
 from .symptoms import (
     FLOAT16_NEAR,
     FLOAT16_SIZED,
-    Ints,
-    curve,
     execution_order,
     first_nonfinite,
     has_scaler,

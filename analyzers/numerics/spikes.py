@@ -12,8 +12,9 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..samples import samples_by_step, token_shift, worst_sample
+from ..series import Curve, curve, first_maximum, periodic, spread, trailing
 from . import thresholds as T
-from .symptoms import Curve, curve, first_maximum, skipped_steps, spread, start_level, trailing
+from .symptoms import skipped_steps, start_level
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -91,14 +92,6 @@ def _partner(gradient: Curve, step: int) -> bool:
     return not math.isfinite(now) or now > T.GRADIENT_PARTNER * float(np.median(before))
 
 
-def periodic(steps: list[int], start: int) -> bool:
-    """Whether spikes come once a fixed number of steps: the ticks of an epoch, counted from the run's start or not."""
-    if len(steps) < 2:
-        return False
-    gaps = np.diff([start, *steps]) if len(steps) == 2 else np.diff(steps)
-    return bool((np.abs(gaps - np.median(gaps)) <= 1).all()) and float(np.median(gaps)) > T.RECENT_WINDOW
-
-
 @rule(
     "numerics/loss-spike",
     cases=("loss-spike",),
@@ -144,7 +137,7 @@ def loss_spike(capsule: Capsule) -> Iterator[Finding]:
     """
     loss, gradient = curve(capsule, "loss"), curve(capsule, "grad_norm")
     spikes = find_spikes(loss, gradient)
-    if not spikes or periodic([spike.step for spike in spikes], int(loss.step[0])):
+    if not spikes or periodic([spike.step for spike in spikes], int(loss.step[0]), T.RECENT_WINDOW):
         return
     benign = [spike for spike in spikes if _benign(spike)]
     for spike in spikes:

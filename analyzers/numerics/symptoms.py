@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..samples import MAD_TO_SIGMA
+from ..series import Curve, Floats, Ints, curve, deviation, first_maximum, trailing
 from . import thresholds as T
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 #: Roles whose −inf alone is a mask at work: attention scores, masked logits, additive masks.
@@ -29,35 +27,6 @@ MAY_BE_MASKED = ("input", "activation", "logits")
 #: Magnitudes from which a float16 tensor is near the end of its range, and from which an Inf can come from size.
 FLOAT16_NEAR = T.DTYPE_MAX["float16"] / T.NEAR_FACTOR
 FLOAT16_SIZED = T.DTYPE_MAX["float16"] / T.INF_NEIGHBOUR_FACTOR
-
-#: Windows reduced at a time: bounds the memory of a long series.
-_BLOCK = 1 << 15
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A scalar over steps, one value a step in step order (the last one where a resumed run repeats a step)."""
-
-    step: Ints
-    value: Floats
-
-    def finite(self) -> Curve:
-        """Only the finite values."""
-        keep = np.isfinite(self.value)
-        return Curve(self.step[keep], self.value[keep])
-
-    def at(self, step: int) -> float:
-        """Value at a step, NaN where there is none."""
-        index = np.flatnonzero(self.step == step)
-        return float(self.value[index[0]]) if index.size else math.nan
-
-    def between(self, first: int, last: int) -> Curve:
-        """Values of steps first … last, both included."""
-        keep = (self.step >= first) & (self.step <= last)
-        return Curve(self.step[keep], self.value[keep])
-
-    def __len__(self) -> int:
-        return len(self.step)
 
 
 @dataclass(frozen=True)
@@ -68,22 +37,6 @@ class Symptom:
     kind: str
     value: float
     expected: float
-
-
-def curve(capsule: Capsule, name: str, rank: int | None = None) -> Curve:
-    """The scalar ``name`` as a curve; empty where it was not recorded."""
-    series = capsule.scalars(name, rank=rank)
-    step = np.asarray(series.step, np.int64)
-    value = np.asarray(series.value, np.float64)
-    # np.unique keeps the first of equal steps: turn round so that the last record of a repeated step wins.
-    unique, last = np.unique(step[::-1], return_index=True)
-    return Curve(unique, value[::-1][last])
-
-
-def spread(values: Floats) -> tuple[float, float]:
-    """Median and robust standard deviation."""
-    median = float(np.median(values))
-    return median, float(np.median(np.abs(values - median))) * MAD_TO_SIGMA
 
 
 def start_level(values: Floats) -> float:
@@ -151,37 +104,6 @@ def first_nonfinite(capsule: Capsule, stats: Any) -> int | None:
     """Row number of the first unlawful non-finite tensor, or None."""
     rows = np.flatnonzero(unlawful(capsule, stats))
     return int(execution_order(stats, rows)[0]) if rows.size else None
-
-
-def trailing(values: Floats, width: int, reduce: Callable[..., Any]) -> Floats:
-    """``reduce`` over the ``width`` values before each one (fewer at the start; NaN for the first).
-
-    Args:
-        values: float64[N].
-        width: length of the window, which ends before the value itself.
-        reduce: a NumPy reduction that takes ``axis``.
-    """
-    found: Floats = np.full(len(values), np.nan)
-    for index in range(1, min(width, len(values))):
-        found[index] = reduce(values[:index], axis=-1)
-    windows = np.lib.stride_tricks.sliding_window_view(values, width)[:-1] if len(values) > width else values[:0]
-    for start in range(0, len(windows), _BLOCK):
-        block = reduce(windows[start : start + _BLOCK], axis=-1)
-        found[width + start : width + start + len(block)] = block
-    return found
-
-
-def deviation(values: Any, axis: int) -> Any:
-    """Robust standard deviation along an axis, in the form that ``trailing`` takes."""
-    return np.median(np.abs(values - np.median(values, axis=axis, keepdims=True)), axis=axis) * MAD_TO_SIGMA
-
-
-def first_maximum(values: Floats, first: int) -> Floats:
-    """Maximum of the values before each one, counting only the first ``first`` (NaN for the first value)."""
-    if not values.size:
-        return values
-    highest = np.maximum.accumulate(values[:first])
-    return np.concatenate([[np.nan], highest, np.full(max(0, len(values) - first - 1), highest[-1])])[: len(values)]
 
 
 def loss_rise(loss: Curve) -> Symptom | None:
