@@ -1,0 +1,17 @@
+"""CSV of metrics: one row a step."""
+
+from __future__ import annotations
+
+from .run import Run
+from .source import Source
+
+FORMAT = "CSV of metrics"
+
+
+def sniff(source: Source) -> bool:
+    """Not yet."""
+    return False
+
+
+def read(source: Source, out: Run) -> None:
+    """Not yet."""

@@ -1,0 +1,17 @@
+"""JSON lines of metrics: one object a line."""
+
+from __future__ import annotations
+
+from .run import Run
+from .source import Source
+
+FORMAT = "JSON lines of metrics"
+
+
+def sniff(source: Source) -> bool:
+    """Not yet."""
+    return False
+
+
+def read(source: Source, out: Run) -> None:
+    """Not yet."""
