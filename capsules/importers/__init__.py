@@ -25,6 +25,10 @@ from .source import Source
 #: Importers, asked in this order: what has a signature first, text last. Where several files bring one series, the
 #: file of the earlier importer keeps the name.
 MODULES = (
+    "tensorboard",
+    "wandb",
+    "trainer_state",
+    "golden",
     "json_lines",
     "csv_metrics",
     "text_log",
