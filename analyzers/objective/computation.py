@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..finding import Finding, Where
+from ..finding import Evidence, Finding, Where
 from ..registry import NotJudged, rule
-from .level import initial_factor
-from .loss_faults import BY_NAME, BY_RECORDED_SUMS
+from .loss_faults import BY_NAME, BY_RECORDED_SUMS, LossSpec, lawful_specs, reported_loss
+from .loss_scale import scale_findings
+from .loss_terms import declarable_terms
 from .loss_verdict import (
     COMPARABLE,
     NEEDS,
+    boundaries_asked_for,
     declared_extras,
     declared_reduction,
     evidence_rows,
@@ -21,7 +23,8 @@ from .loss_verdict import (
     loss_verdict,
     named_by,
 )
-from .loss_windows import recorded_windows
+from .loss_windows import Observed, recorded_windows
+from .thresholds import TERM_SHARE
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -149,6 +152,31 @@ def tool_in_loss(capsule: Capsule) -> Iterator[Finding]:
     return named_by(capsule, "objective/tool-in-loss")
 
 
+@rule("objective/document-boundary-in-loss", stage="objective", needs=NEEDS)
+def document_boundary_in_loss(capsule: Capsule) -> Iterator[Finding]:
+    """The first token of a packed document is scored on the document before it.
+
+    What it checks:
+        The reported loss against the cross-entropy with and without the first tokens of documents that follow another
+        one in their row.
+    Why it matters:
+        Nothing in one document foretells how the next one begins: the loss holds noise that depends on how documents
+        were packed, and short documents suffer most.
+    How it decides:
+        Counterfactual, as in objective/labels-not-shifted. Documents are known by segment ids, cumulative lengths,
+        positions that start again, or a block-diagonal mask. It is a fault where the labels leave those tokens out and
+        the number holds them. Where the labels ask for them, it is a remark: many pretraining jobs mean it so.
+    Looks like it but is not:
+        Packed rows whose labels ask for every token, end-of-text and what follows it included; a row with one document.
+    What to try next:
+        Show the labels at the first token of the second document of a row, in the collator and where the loss is made.
+    Fix:
+        Keep the labels of first tokens masked up to the loss (a loss that rebuilds labels from input ids drops that).
+    """
+    named = list(named_by(capsule, "objective/document-boundary-in-loss"))
+    yield from named or boundaries_asked_for(capsule)
+
+
 @rule("objective/ignore-index-missing", stage="objective", needs=NEEDS)
 def ignore_index_missing(capsule: Capsule) -> Iterator[Finding]:
     """Ignored labels enter the loss.
@@ -184,11 +212,13 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         The counterfactual run of objective/labels-not-shifted ends without a name: the declared computation does not
         fit, and no fault does, or several do, or one that chance could explain. Always undetermined. It is a remark
-        where nobody declared what the loss is (manifest training.reduction): then it may hold a term that is meant;
-        and with several ranks of which one was captured, since the number may be an average over ranks.
+        where the number may hold a term that is meant: label smoothing or a z-loss of a usual strength gives it, or it
+        lies above the declared loss by up to a quarter in every window; where nobody declared what the loss is
+        (manifest training.reduction); and with several ranks of which one was captured, since the number may be an
+        average over ranks.
     Looks like it but is not:
-        Label smoothing, z-loss, auxiliary losses of experts, a second prediction head, token weights, soft-capping
-        after the capture: where the configuration declares one of them, this rule stays quiet.
+        Label smoothing, z-loss, auxiliary losses of experts, a KL term, a second prediction head, token weights,
+        soft-capping after the capture: where the configuration declares one of them, this rule stays quiet.
     What to try next:
         Capture the terms of the loss apart, the per-token losses, and a second step at full precision.
     Fix:
@@ -198,6 +228,7 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
     if verdict.status != "undetermined" or declared_extras(capsule):
         return
     table = verdict.table
+    terms = declarable_terms(observed, lawful_specs(declared_reduction(capsule), observed[0].window)[0])
     sets = " or ".join(" = ".join(each) for each in table.classes)
     window = observed[0].window
     partial = window.world > len(window.ranks)
@@ -207,6 +238,8 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
     ]
     if partial:
         following.append("capture every rank: the number may be an average over ranks")
+    if terms:
+        following.insert(0, f"declare it where it is meant: {terms[0].setting} in the manifest's config")
     undeclared = declared_reduction(capsule) is None
     if undeclared:
         following.append("declare the reduction that is meant (manifest training.reduction)")
@@ -218,20 +251,34 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
             f"The reported loss {table.observed:.7g} differs from the declared computation {table.healthy:.7g} by "
             f"{abs(table.observed - table.healthy):.3g}; "
             + (f"{sets} would give it, but {verdict.reasons[0]}." if sets else "no named fault gives it.")
+            + "".join(f" It is what {each.words} gives." for each in terms[:1])
         ),
-        severity="info" if partial or undeclared else "warning",
+        severity="info" if partial or undeclared or terms or _may_hold_a_term(capsule, observed) else "warning",
         confidence="undetermined",
         where=Where(step=0),
-        evidence=evidence_rows(capsule, verdict, observed),
+        evidence=(
+            *(Evidence(name=each.words, value=each.value, expected=each.observed, note=each.setting) for each in terms),
+            *evidence_rows(capsule, verdict, observed),
+        ),
         next=tuple(following),
         counterfactual=table,
     )
 
 
+def _may_hold_a_term(capsule: Capsule, observed: tuple[Observed, ...]) -> bool:
+    """Whether every number lies above the declared loss by a part that an added term could be."""
+    spec = LossSpec(reduction=declared_reduction(capsule) or "token-mean")
+    shares = [each.value / reported_loss(each.window, spec, None, None) - 1 for each in observed]
+    return all(0 < share <= TERM_SHARE for share in shares)
+
+
 @rule(
     "objective/reduction",
     stage="objective",
-    needs=("batches.reported_loss|scalars.loss", "batches.labels|records.microbatches|manifest.model.initialised"),
+    needs=(
+        "batches.reported_loss|scalars.loss|scalars.grad_norm",
+        "batches.input_ids|records.microbatches|manifest.training.accumulation_steps|manifest.run.world_size|scalars.grad_norm",
+    ),
     cases=("gradient-accumulation-loss-scale",),
 )
 def reduction(capsule: Capsule) -> Iterator[Finding]:
@@ -245,13 +292,16 @@ def reduction(capsule: Capsule) -> Iterator[Finding]:
         longer carry over, and a change of batch layout changes the result.
     How it decides:
         Counterfactual, as in objective/labels-not-shifted, over the micro-batches of whole windows. Without logits,
-        by the recorded sums and token counts of micro-batches; and for a randomly initialised model, where the first
-        loss is the accumulation steps or ranks times ln V within 2 %. What is not declared in the manifest is never
-        confirmed; then a sum or a sequence mean is a remark.
+        by the recorded sums and token counts of micro-batches, of all ranks where they are there. What is not declared
+        in the manifest is never confirmed; then a sum or a sequence mean is a remark. Without either, by sizes, and
+        then likely at most: the first loss of a model that is not pretrained is accumulation steps or ranks times ln V
+        (2 % below to 3 % above); the training loss is that multiple of the evaluation loss within 10 % at every
+        evaluation; the first gradient norms of two sides (accumulated and whole batch) are a whole number apart within
+        0.1 %, or their first losses are, within 2 % of a declared one.
     Looks like it but is not:
         Micro-batches of equal token counts, where the means agree: not testable there. A rank's own loss beside the
         mean over ranks. A loop that divides its gradients after the last backward instead of its loss: the gradient
-        norms of the window's micro-batches tell.
+        norms of the window's micro-batches tell. A learning rate that is too high moves no gradient norm at step 0.
     What to try next:
         Print loss sum and token count of each micro-batch of one window; run the same samples with accumulation 1.
     Fix:
@@ -265,7 +315,7 @@ def reduction(capsule: Capsule) -> Iterator[Finding]:
     if known is not None:
         yield from finding_of(capsule, "objective/reduction", known)
         return
-    found = list(initial_factor(capsule))
+    found = list(scale_findings(capsule))
     yield from found
     if not found and all(capsule.has(need) for need in NEEDS):
         raise NotJudged(COMPARABLE)

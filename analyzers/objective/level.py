@@ -10,18 +10,13 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
+from .thresholds import INITIAL_WITHIN, UNIFORM_SHARE, UNIFORM_STEPS, UNIFORM_WITHIN
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
-#: objective/uniform-guess: share of ln V, share of the run, steps.
-UNIFORM_WITHIN, UNIFORM_SHARE, UNIFORM_STEPS = 0.02, 0.8, 50
-#: objective/initial-loss: nats between the first loss and ln V.
-INITIAL_WITHIN = 0.5
 #: Steps at whose loss a model has hardly been trained.
 FIRST_STEPS = (0, 1)
-#: objective/reduction from the first loss: how near to a multiple of ln V, relative to one ln V.
-FACTOR_WITHIN = 0.02
 
 
 def log_vocabulary(capsule: Capsule) -> float | None:
@@ -33,7 +28,7 @@ def log_vocabulary(capsule: Capsule) -> float | None:
     return None
 
 
-def _first_loss(capsule: Capsule) -> tuple[int, float] | None:
+def first_loss(capsule: Capsule) -> tuple[int, float] | None:
     """(step, loss) of an untrained model: the first of the series, where the run starts at its beginning."""
     series = capsule.scalars("loss")
     if len(series) == 0 or int(series.step[0]) not in FIRST_STEPS or not np.isfinite(series.value[0]):
@@ -44,45 +39,6 @@ def _first_loss(capsule: Capsule) -> tuple[int, float] | None:
 def _is_random(capsule: Capsule) -> bool:
     model = capsule.manifest.model
     return model is not None and model.initialised == "random"
-
-
-def initial_factor(capsule: Capsule) -> Iterator[Finding]:
-    """objective/reduction by the first loss of a random model: a multiple of ln V that the job has a number for."""
-    first, nats = _first_loss(capsule), log_vocabulary(capsule)
-    if first is None or nats is None or not _is_random(capsule):
-        return
-    step, loss = first
-    factor = round(loss / nats)
-    training, run = capsule.manifest.training, capsule.manifest.run
-    if (training is not None and training.reduction == "sum") or factor < 2:
-        return
-    accumulation = (training.accumulation_steps if training is not None else None) or 1
-    world = (run.world_size if run is not None else None) or 1
-    sources = {
-        "the number of accumulation steps": accumulation,
-        "the number of ranks": world,
-        "accumulation steps times ranks": accumulation * world,
-    }
-    named = [name for name, value in sources.items() if value == factor]
-    if not named or abs(loss / nats - factor) > FACTOR_WITHIN * factor:
-        return
-    yield Finding(
-        title=f"The first loss is {factor} times ln V",
-        summary=(
-            f"The first loss {loss:.5g} of a randomly initialised model is {loss / nats:.3f} times ln V = {nats:.5g}: "
-            f"the factor is {named[0]}."
-        ),
-        severity="warning",
-        confidence="likely",
-        where=Where(step=0),
-        evidence=(
-            Evidence(name="first_loss", value=loss, expected=nats, unit="nats/token", note=f"step {step}"),
-            Evidence(name="factor", value=loss / nats, expected=1.0, note=named[0]),
-        ),
-        cause=f"the loss is not divided by {named[0]}",
-        next=("capture one window with logits: the counterfactual then decides",),
-        fix=("divide by the number of micro-batches, or by the supervised tokens of the whole window",),
-    )
 
 
 @rule(
@@ -185,7 +141,7 @@ def initial_loss(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Initialise the output layer, or the tied embedding, with a standard deviation near 0.02; remove the leak.
     """
-    first, nats = _first_loss(capsule), log_vocabulary(capsule)
+    first, nats = first_loss(capsule), log_vocabulary(capsule)
     training = capsule.manifest.training
     summed = training is not None and training.reduction == "sum"
     if first is None or nats is None or summed or not _is_random(capsule) or abs(first[1] - nats) <= INITIAL_WITHIN:

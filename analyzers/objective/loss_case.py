@@ -32,6 +32,7 @@ class Micro:
         boundary: [B, T + 1], first tokens of a document that follows another in a packed row; None where not packed.
         shifted: the labels came in shifted layout.
         ignore_index: the label value that means "do not score".
+        assumed: the labels were not captured; every token that is no padding stands for them.
     """
 
     scores: Scores
@@ -43,6 +44,7 @@ class Micro:
     boundary: Mask | None
     shifted: bool
     ignore_index: int
+    assumed: bool = False
     _parts: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
 
     def rows(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[Floats, Floats]:
@@ -66,6 +68,16 @@ class Micro:
     def divided_by(self, shift: str, positions: str, denominator: str) -> Mask:
         """Positions that the denominator counts [B, T]: what is scored, or what a slip would divide by."""
         return self._divided_by(shift, denominator, self._counted(shift, positions)[0])
+
+    @property
+    def outside(self) -> Mask:
+        """[B, T + 1], tokens that the labels leave out and that are no padding."""
+        return ~self.supervised & ~self.padding & (self.tokens >= 0)
+
+    @property
+    def masked_starts(self) -> Mask:
+        """[B, T + 1], first tokens of later documents that the labels leave out."""
+        return self.outside & self.boundary if self.boundary is not None else np.zeros_like(self.supervised)
 
     def _remember(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Candidates share most of their parts."""
@@ -122,7 +134,8 @@ class Micro:
             "pads": lambda: at(self.padding),
             "prompt": lambda: at(self.prompt),
             "tool": lambda: at(self.tool),
-            "all": lambda: at(self.padding | self.prompt | self.tool),
+            "boundary": lambda: at(self.masked_starts),
+            "all": lambda: at(self.padding | self.outside),
         }
         if positions in extra:
             return supervised | extra[positions](), targets
@@ -185,3 +198,8 @@ class Window:
     def own(self) -> tuple[Micro | RecordedSums, ...]:
         """The micro-batches of the observed rank."""
         return self.ranks[0]
+
+    @property
+    def micros(self) -> tuple[Micro, ...]:
+        """Those of every rank whose tokens are known."""
+        return tuple(each for rank in self.ranks for each in rank if isinstance(each, Micro))

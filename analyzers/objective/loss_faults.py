@@ -22,7 +22,7 @@ class LossSpec:
 
     Attributes:
         shift: which token a position is scored on (``Micro`` explains the names).
-        positions: supervised; inside-documents; with pads, prompt, tool or all added; ignored-label.
+        positions: supervised; inside-documents; with pads, prompt, tool, boundary or all added; ignored-label.
         denominator: counted, grid, padded-grid, attended.
         reduction: token-mean, sequence-mean, sum, micro-mean, micro-sum, micro-sum/configured, one-rank.
         scale: 1, accumulation, world, 1/world.
@@ -119,6 +119,13 @@ def _accumulates(window: Window) -> bool:
 
 def _short_window(window: Window) -> bool:
     return window.configured is not None and window.configured != len(window.own)
+
+
+def _several_kinds(micro: Micro) -> bool:
+    """Whether what the labels leave out is of more than one kind, so that all of it is more than any one of them."""
+    everything = micro.padding | micro.outside
+    kinds = (micro.padding, micro.prompt, micro.tool, micro.masked_starts)
+    return all((everything & ~kind).any() for kind in kinds)
 
 
 _NOT_SHIFTED = "labels are compared with the token at the same position, not with the next one"
@@ -221,13 +228,22 @@ CATALOGUE: tuple[NamedFault, ...] = (
         _any(lambda each: bool(each.tool.any())),
     ),
     _named(
+        "document-boundary-in-loss",
+        "positions",
+        "boundary",
+        "document-boundary-in-loss",
+        "the first token of each packed document is scored on the end of the document before it",
+        "keep the labels of first tokens masked up to the loss, or score each document by itself",
+        _any(lambda each: bool(each.masked_starts.any())),
+    ),
+    _named(
         "ignored-positions-scored",
         "positions",
         "all",
         "ignore-index-missing",
         "every ignored position is scored on its own token",
         _IGNORE,
-        _any(lambda each: bool(each.padding.any()) + bool(each.prompt.any()) + bool(each.tool.any()) > 1),
+        _any(_several_kinds),
     ),
     _named(
         "ignored-label-scored",
@@ -348,6 +364,9 @@ CATALOGUE: tuple[NamedFault, ...] = (
 BY_NAME = {each.fault.name: each for each in CATALOGUE}
 #: What recorded sums can tell. Whether a recorded mean was divided already is not written anywhere, so faults by the
 #: number of accumulation steps are left out.
-BY_RECORDED_SUMS = ("sum", "mean-of-micro-batch-means", "configured-window", "times-world-size")
+BY_RECORDED_SUMS = (
+    *("sum", "mean-of-micro-batch-means", "configured-window"),
+    *("one-rank-denominator", "times-world-size", "divided-by-world-size"),
+)
 #: Choices that are lawful where nobody declared another: never more than a remark.
 LAWFUL_CHOICES = frozenset({"token-mean", "sequence-mean", "sum"})

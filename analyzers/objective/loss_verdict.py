@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from ..counterfactual import explain
 from ..fault import Observation, Verdict
 from ..finding import Confidence, Evidence, Finding, Severity, Where
 from ..registry import NotJudged
+from ..rounding import scalar_tolerance
 from .gradients import divided_afterwards
 from .loss_faults import (
     BY_NAME,
@@ -24,6 +26,7 @@ from .loss_faults import (
     reported_loss,
 )
 from .loss_windows import Observed, observed_windows
+from .thresholds import SMALL
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -31,20 +34,20 @@ if TYPE_CHECKING:
 #: What the counterfactuals compute from.
 NEEDS = (
     "batches.input_ids",
-    "batches.labels",
     "batches.logits|batches.target_logits",
     "batches.reported_loss|scalars.loss",
 )
 #: Reductions a manifest may declare.
 REDUCTIONS = ("token-mean", "sequence-mean", "sum")
 #: What a batch must be for its loss to be computed again.
-COMPARABLE = "a batch whose labels are its own tokens (unshifted, or shifted by one), with a finite loss and its logits"
+COMPARABLE = (
+    "a batch whose labels are its own tokens (unshifted, or shifted by one; none at all where training.objective is "
+    "causal-lm), with a finite loss and its logits"
+)
 #: Faults that a loop which divides its gradients instead of its loss would show without having them; and those of
 #: them that are not confirmed before the gradients were seen.
 UNDIVIDED = frozenset({"accumulation-not-divided", "times-accumulation", "sum"})
 NEEDS_GRADIENTS = frozenset({"accumulation-not-divided", "times-accumulation"})
-#: Share of the loss up to which an undeclared reduction is a remark.
-SMALL = 0.01
 #: Settings that add to the loss or change the logits after they were captured: then a number that is no plain
 #: cross-entropy is no surprise.
 _EXTRA = re.compile(
@@ -164,6 +167,10 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
         if divided is None and names <= NEEDS_GRADIENTS:
             confidence = "likely"
             following.append("capture gradient norms of every micro-batch: the gradients may be divided afterwards")
+    if any(each.assumed for window in observed for each in window.window.micros):
+        following.append("capture the labels, which the model made itself: every token was taken for one")
+        if not all(any(each.fault.knob == "shift" for each in member) for member in members):
+            confidence, severity = "likely", "info"  # which tokens were meant to count is not on record
     reduction_alone = any(all(each.rule == "objective/reduction" for each in member) for member in members)
     if declared_reduction(capsule) is None and reduction_alone:
         # Nobody said which reduction is meant, so none can be wrong for sure; some are an ordinary choice. A fault of
@@ -224,6 +231,53 @@ def _title(members: list[list[NamedFault]]) -> str:
     text = _cause(members)
     text = text if len(text) <= 120 else members[0][0].cause.partition(":")[0]
     return text[0].upper() + text[1:]
+
+
+def boundaries_asked_for(capsule: Capsule) -> Iterator[Finding]:
+    """A remark where a healthy number holds the first tokens of packed documents, and the labels ask for them."""
+    verdict, observed = judged(capsule)
+    first = observed[0]
+    windows = [each.window for each in observed]
+    asked = sum(int((m.boundary & m.supervised).sum()) for w in windows for m in w.micros if m.boundary is not None)
+    if verdict.status != "healthy" or not asked:
+        return
+
+    def misses(inside: bool) -> list[float]:
+        """Distance of the nearest lawful reading from each number, in roundings of it."""
+        specs = [
+            spec
+            for spec in lawful_specs(declared_reduction(capsule), first.window)
+            if (spec.positions == "inside-documents") == inside or spec.scope != "own"
+        ]
+        specs = [replace(spec, positions="inside-documents" if inside else "supervised") for spec in specs]
+        return [
+            min(abs(each.value - reported_loss(each.window, spec, None, None)) for spec in specs)
+            / scalar_tolerance(each.value, 0.0, each.value_roundoff, each.decimals)
+            for each in observed
+        ]
+
+    if max(misses(inside=True)) < 3 * max(1.0, max(misses(inside=False))):
+        return
+    inside = reported_loss(first.window, replace(LossSpec(), positions="inside-documents"), None, None)
+    yield Finding(
+        title="The loss crosses the boundaries of packed documents",
+        summary=(
+            f"The labels ask for the first token of {asked:,} packed documents, scored on the document before; the "
+            f"reported loss {first.value:.7g} holds them, without them it is {inside:.7g}."
+        ),
+        severity="info",
+        confidence="likely",
+        where=Where(step=0),
+        evidence=(
+            Evidence(name="reported_loss", value=first.value, expected=inside, unit="nats/token", note="inside only"),
+            Evidence(name="boundary_tokens", value=asked, expected=0, unit="tokens", note="asked for by the labels"),
+        ),
+        cause="the labels of first tokens are not masked",
+        next=(
+            "decide whether it is meant: end-of-text and the next document's start are noise, though often harmless",
+        ),
+        fix=("set the label of each document's first token to the ignore index",),
+    )
 
 
 def evidence_rows(capsule: Capsule, verdict: Verdict, observed: tuple[Observed, ...]) -> tuple[Evidence, ...]:

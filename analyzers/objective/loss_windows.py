@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..reference.token_ce import Floats, Ints, Scores, logsumexp, target_logits
+from ..reference.token_ce import Floats
 from ..rounding import UNIT_ROUNDOFF
-from .loss_case import Mask, Micro, RecordedSums, Window
+from .loss_batch import NEXT_TOKEN_OBJECTIVES, micro_of
+from .loss_case import Micro, RecordedSums, Window
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
     from ...capsules.batches import Batch
 
-#: Objectives whose loss is the cross-entropy of the next token. Others get no verdict here.
-NEXT_TOKEN_OBJECTIVES = ("causal-lm", "sft", "pretraining")
-#: Share of supervised labels that must equal the tokens of a layout for the layout to be believed.
-LAYOUT_AGREEMENT = 0.999
 #: Windows used for one verdict; more add cost and no certainty.
 MAX_WINDOWS = 6
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -117,31 +113,43 @@ def _observe_step(
 
 
 def recorded_windows(capsule: Capsule) -> list[Observed]:
-    """Windows of several micro-batches known by the recorded loss sums and token counts alone."""
+    """Windows of several micro-batches or ranks known by the recorded loss sums and token counts alone.
+
+    The other ranks count where every one of them is on record. A micro-batch without supervised tokens, or without a
+    finite loss, takes its window out.
+    """
     series = capsule.scalars("loss")
     if len(series) == 0:
         return []
-    rank = series.rank or 0
+    rank, world = series.rank or 0, _world(capsule)
     numbers = dict(zip(series.step.tolist(), series.value.tolist(), strict=True))
-    windows: dict[int, list[RecordedSums]] = {}
+    windows: dict[int, dict[int, list[RecordedSums]]] = {}
     configured: dict[int, int] = {}
-    for record in capsule.records("microbatches", rank=rank):
-        step, tokens, total, mean = (record.get(name) for name in ("step", "tokens", "loss_sum", "loss_mean"))
-        if step is None or not tokens or (total is None and mean is None):
+    for record in capsule.records("microbatches"):
+        step, tokens = record.get("step"), record.get("tokens") or 0
+        total, mean = record.get("loss_sum"), record.get("loss_mean")
+        total = mean * tokens if total is None and mean is not None else total
+        if step is None or total is None:
             continue
-        windows.setdefault(step, []).append(RecordedSums(mean * tokens if total is None else total, tokens))
-        configured[step] = record.get("window") or len(windows[step])
-    world, stepped = _world(capsule), _stepped(capsule)
+        sums = RecordedSums(total, tokens)
+        windows.setdefault(step, {}).setdefault(record["rank"], []).append(sums)
+        if record["rank"] == rank:
+            configured[step] = record.get("window") or len(windows[step][rank])
+    stepped, u = _stepped(capsule), UNIT_ROUNDOFF["float32"]
     decimals = printed_decimals(np.asarray(series.value))
-    found = [
-        Observed(Window(step, rank, (tuple(sums),), configured[step], world), numbers[step], decimals, u, u)
-        for u in (UNIT_ROUNDOFF["float32"],)
-        for step, sums in sorted(windows.items())
-        if len(sums) > 1
-        and (not stepped or step in stepped or len(sums) >= configured[step])
-        and np.isfinite(numbers.get(step, np.nan))
-        and np.isfinite([e.loss_sum for e in sums]).all()
-    ]
+    found: list[Observed] = []
+    for step, ranks in sorted(windows.items()):
+        own = ranks.pop(rank, [])
+        every = [own, *(ranks.values() if len(ranks) + 1 == world else ())]
+        sums = [each for one in every for each in one]
+        if not own or len(sums) < 2 or not all(each.tokens > 0 and np.isfinite(each.loss_sum) for each in sums):
+            continue
+        if not np.isfinite(numbers.get(step, np.nan)) or (
+            stepped and step not in stepped and len(own) < configured[step]
+        ):
+            continue
+        window = Window(step, rank, tuple(tuple(each) for each in every), configured[step], world)
+        found.append(Observed(window, numbers[step], decimals, u, u))
     return list(_spread(found, MAX_WINDOWS))
 
 
@@ -184,133 +192,6 @@ def printed_decimals(values: Floats, most: int = 6) -> int | None:
         return None
     decimals = max(len(text.partition(".")[2].rstrip("0")) for text in finite)
     return decimals if decimals <= most else None
-
-
-def micro_of(capsule: Capsule, batch: Batch) -> Micro | None:
-    """The batch by token, or None where its labels are not next-token labels of its own inputs."""
-    ids, labels = batch.input_ids, batch.labels
-    if ids is None or labels is None or ids.shape != labels.shape or ids.ndim != 2 or ids.shape[1] < 2:
-        return None
-    tokens, labels = np.asarray(ids, dtype=np.int64), np.asarray(labels, dtype=np.int64)
-    training, tokenizer = capsule.manifest.training, capsule.manifest.tokenizer
-    declared = training.ignore_index if training is not None else None
-    ignore = IGNORE_INDEX if declared is None else declared
-    asked = (labels != ignore) & (labels >= 0)
-    shifted = is_shifted(tokens, labels, asked, batch.label_layout)
-    if shifted is None:
-        return None
-    unmasked = batch.loss_mask is None and batch.attention_mask is None and batch.roles is None
-    if shifted and unmasked and _looks_padded(tokens, labels, asked):
-        return None  # whether the job counts the padding is written in a mask that was not captured
-    captured, tokens = tokens, _with_last_labels(tokens, labels, asked) if shifted else tokens
-    scores = _scores(batch, tokens, captured)
-    if scores is None:
-        return None
-    asked_token = np.hstack((np.zeros_like(asked[:, :1]), asked[:, :-1])) if shifted else asked
-    padding = _padding(batch, tokens, tokenizer.pad_id if tokenizer is not None else None, asked_token)
-    roles = batch.roles
-    if batch.loss_mask is not None:
-        asked &= np.asarray(batch.loss_mask) != 0
-    column = np.zeros((len(tokens), 1), dtype=bool)
-    following = np.where(asked[:, -1:] & shifted, labels[:, -1:], -1)
-    supervised = np.hstack((column, asked)) if shifted else np.hstack((asked, column))
-    padding = np.hstack((padding, column))
-    supervised &= ~padding
-    outside = ~supervised & ~padding
-    outside[:, -1] = False
-    segments = batch.segment_ids
-    boundary = None
-    if segments is not None:
-        boundary = np.hstack((column, np.asarray(segments)[:, 1:] != np.asarray(segments)[:, :-1], column))
-    return Micro(
-        scores=scores,
-        tokens=np.hstack((tokens, following)),
-        supervised=supervised,
-        padding=padding,
-        prompt=outside & np.hstack((np.isin(roles, (1, 2)), column)) if roles is not None else outside,
-        tool=outside & np.hstack((np.asarray(roles) == 4, column)) if roles is not None else np.zeros_like(outside),
-        boundary=boundary,
-        shifted=shifted,
-        ignore_index=ignore,
-    )
-
-
-def is_shifted(tokens: Ints, labels: Ints, asked: Mask, declared: str | None) -> bool | None:
-    """The layout that the data show, the declared one where both or neither can be seen; None for no known layout."""
-    own = asked
-    following = asked[:, :-1]
-    if not own.any():
-        return None
-    unshifted = bool((labels == tokens)[own].mean() >= LAYOUT_AGREEMENT)
-    # Cut from longer rows and padded, the last label of a row is a token that its inputs do not hold.
-    following = following & ~_before_end(tokens)
-    agreement = (labels[:, :-1] == tokens[:, 1:])[following]
-    shifted = bool(agreement.size and agreement.mean() >= LAYOUT_AGREEMENT)
-    if unshifted and shifted:
-        return declared == "shifted"
-    return shifted if unshifted or shifted else None
-
-
-def _before_end(tokens: Ints) -> Mask:
-    """[B, T − 1]: the position before the run of equal tokens that ends each row (its padding, or its last token)."""
-    ends = np.logical_and.accumulate((tokens == tokens[:, -1:])[:, ::-1], axis=1)[:, ::-1]
-    return ends[:, 1:] & ~ends[:, :-1]
-
-
-def _looks_padded(tokens: Ints, labels: Ints, asked: Mask) -> bool:
-    """Whether half of the rows or more end in a run of one and the same token that their labels ask for, too."""
-    ends = np.logical_and.accumulate((tokens == tokens[:, -1:])[:, ::-1], axis=1)[:, ::-1]
-    run = (ends & asked & (labels == tokens[:, -1:])).sum(axis=1)
-    last, counts = np.unique(tokens[run >= 2, -1], return_counts=True)
-    return bool(len(last)) and int(counts.max()) * 2 >= len(tokens)
-
-
-def _with_last_labels(tokens: Ints, labels: Ints, asked: Mask) -> Ints:
-    """``tokens`` of rows whose labels are shifted, with the last label in the place of the padding that follows it."""
-    missing = _before_end(tokens) & asked[:, :-1] & (labels[:, :-1] != tokens[:, 1:])
-    whole = tokens.copy()
-    whole[:, 1:][missing] = labels[:, :-1][missing]
-    return whole
-
-
-def _padding(batch: Batch, tokens: Ints, pad_id: int | None, asked: Mask) -> Mask:
-    """Padding tokens [B, T]: role 0, or masked tokens that are all the same one.
-
-    A mask may hide real tokens for other reasons; those stay what the labels say they are. Without mask and roles,
-    the end of a row that repeats the padding token and that no label asks for.
-    """
-    padding = np.zeros(tokens.shape, dtype=bool)
-    if batch.roles is not None:
-        padding |= np.asarray(batch.roles) == 0
-    mask = batch.attention_mask
-    if mask is None and batch.roles is None and pad_id is not None:
-        alike = (tokens == pad_id) & ~asked
-        padding |= np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
-    if mask is not None and mask.ndim == 2:
-        hidden = np.asarray(mask) == 0
-        if hidden.any():
-            values, counts = np.unique(tokens[hidden], return_counts=True)
-            pad = pad_id if pad_id is not None else int(values[counts.argmax()])
-            padding |= hidden & (tokens == pad)
-    return padding
-
-
-def _scores(batch: Batch, tokens: Ints, captured: Ints) -> Scores | None:
-    # float[B, T] that the job kept; where the scores do not reach (the token after a row) they may still tell.
-    known = np.asarray(batch.token_loss, dtype=np.float64) if batch.token_loss is not None else None
-    logits = batch.logits
-    if logits is not None:
-        logits = np.asarray(logits)
-        return Scores(logsumexp(logits), tokens, target_logits(logits, tokens), logits, known)
-    total, following = batch.logsumexp, batch.target_logits
-    if total is None or following is None:
-        return None
-    kept = np.array(following, dtype=np.float64)
-    # Kept logits are those of the captured tokens; where another token stands in their place nothing is known.
-    for flat in np.flatnonzero((tokens != captured).ravel()):
-        for offset in range(min(3, flat + 1)):
-            kept.reshape(-1, kept.shape[-1])[flat - offset, offset] = np.nan
-    return Scores(np.asarray(total, dtype=np.float64), tokens, kept, known_loss=known)
 
 
 def _roundoff(*dtypes: str | None) -> float:

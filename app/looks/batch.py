@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...analyzers.objective.loss_batch import IGNORE_INDEX, is_shifted, micro_of
 from ...analyzers.objective.loss_case import Micro
 from ...analyzers.objective.loss_faults import BY_NAME, LossSpec
-from ...analyzers.objective.loss_windows import IGNORE_INDEX, is_shifted, micro_of
 from ..text import visible
 from .capsules import opened
 from .sheets import BatchSheet, TokenRow, WorstToken
