@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -212,9 +212,10 @@ class Batch(_Stored):
 class Tensor(_Stored):
     """One full array under ``group/name``."""
 
-    def __init__(self, description: Description, rank: int, load: Load) -> None:
+    def __init__(self, description: Description, rank: int, load: Load, key: str = "data") -> None:
         super().__init__(description, rank, load)
-        info = description.arrays["data"]
+        self._key = key
+        info = description.arrays[key]
         self.name: str = description.name or ""
         self.order: int | None = description.order
         self.dtype: str = info.dtype
@@ -233,7 +234,7 @@ class Tensor(_Stored):
         Raises:
             EvidenceError: the array cannot be read.
         """
-        values = self._values("data")
+        values = self._values(self._key)
         if values is None:
             raise EvidenceError("the array cannot be read", self.name, "damage() says why")
         return values
@@ -244,10 +245,29 @@ class Tensor(_Stored):
         Raises:
             EvidenceError: the array cannot be read.
         """
-        bits = self._bits("data")
+        bits = self._bits(self._key)
         if bits is None:
             raise EvidenceError("the array cannot be read", self.name, "damage() says why")
         return bits
+
+
+def tensors_in(whole: Description) -> Iterator[tuple[Description, str]]:
+    """The tensors of one arrays file, each with a description of its own and the key of its array.
+
+    A file of kind ``tensors`` says in its attributes which array has which name, and which of the shared attributes.
+    """
+    if whole.kind == "tensor" and "data" in whole.arrays:
+        yield whole, "data"
+    names, shared = (whole.attributes.get(each) for each in ("names", "shared"))
+    if whole.kind != "tensors" or not isinstance(names, dict) or not isinstance(shared, list):
+        return
+    for key, entry in names.items():
+        match entry:
+            case [str() as name, int() as index] if key in whole.arrays and 0 <= index < len(shared):
+                own = shared[index] if isinstance(shared[index], dict) else {}
+                yield msgspec.structs.replace(whole, kind="tensor", name=name, attributes=own), key
+            case _:
+                continue
 
 
 def pack_state(value: Any, arrays: dict[str, Plain]) -> Any:

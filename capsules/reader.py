@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from .batches import Batch, Tensor, unpack_state
+from .batches import Batch, Tensor, tensors_in, unpack_state
 from .blocks import HISTOGRAMS, ROWS, SCALARS, STATS
 from .damage import Damage, DamageLog
 from .dtypes import Array
@@ -252,10 +252,10 @@ class Capsule:
     @cached_property
     def _tensors(self) -> list[Tensor]:
         return [
-            Tensor(description, reader.rank, partial(reader.load, file))
+            Tensor(description, reader.rank, partial(reader.load, file), key)
             for reader in self._ranks.values()
-            for description, file in reader.arrays
-            if description.kind == "tensor" and "data" in description.arrays
+            for whole, file in reader.arrays
+            for description, key in tensors_in(whole)
         ]
 
     def tensors(self, pattern: str = "*", rank: int | None = None) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..writer import CapsuleWriter
 from . import statistics
+from .captured import StepSample
 from .coverage import coverage
 from .device import DeviceScalars
 from .loop import Loop
@@ -61,7 +62,7 @@ class Finisher:
         self._lawful: set[str] = set()
         self._facts: dict[str, Any] = {}
         self._crashed = False
-        self._step = 0
+        self.step = 0
         self._cursor: Any = None
         self.trigger: Trigger | None = None
         self.windows = 0
@@ -103,7 +104,7 @@ class Finisher:
             self._output.ring(self._ring)
 
     def _at(self, window: Window | None) -> int:
-        return self._step if window is None else window.step
+        return self.step if window is None else window.step
 
     # -- the end of a window
 
@@ -129,7 +130,7 @@ class Finisher:
 
     def finish(self, window: Window) -> None:
         """Read, judge and write; each part for itself, so that one that fails costs only itself."""
-        self._step = window.step
+        self.step = window.step
         tokens: list[Any] = [self._output.supervised(micro) for micro in window.micros]
         self._attempt("parameter updates", lambda: self._collect_updates(window))
         if window.everything:
@@ -175,6 +176,10 @@ class Finisher:
         for index, count in enumerate(tokens):
             window.later(count, lambda v, i=index: tokens.__setitem__(i, int(v)))
         window.sharded = self._loop.sharded
+        for record, difference in self._loop.hooks.recompute.take():
+            record["step"] = window.step
+            window.recomputed.append(record)
+            window.later(difference, lambda v, r=record: r.__setitem__("max_abs_difference", v))
 
     def _collect_updates(self, window: Window) -> None:
         loop = self._loop
@@ -250,8 +255,11 @@ class Finisher:
         output.tokens_seen += sum(count for count in tokens if isinstance(count, int))
         if triggers and not window.everything:
             attempt("parameters", lambda: self._write_parameters(window.step, len(rows)))
+        sample = self._loop.steps.close(window)
         if triggers or window.due:
-            attempt("parameter groups", lambda: self._write_groups(window))
+            attempt("parameter groups", lambda: self._write_groups(window, sample))
+        if sample is not None:
+            attempt("optimizer steps", lambda: self._writer.tensors(window.step, sample.groups()))
         odd = self._odd_sample.add([loss for micro in window.micros for loss in micro.sample_loss or ()])
         if triggers or window.due or odd:
             attempt("batches", lambda: output.ring(self._ring))
@@ -268,10 +276,14 @@ class Finisher:
         self._output.statistics(step, tape.rows, order)
         tape.rows = known
 
-    def _write_groups(self, window: Window) -> None:
+    def _write_groups(self, window: Window, sample: StepSample | None) -> None:
         loop = self._loop
         norms = {name: float(row.norm) for name, row in window.gradients.items()}
-        records = group_records(window.step, loop.optimizers, loop.parameters(), norms, loop.changes())
+        changes = (sample.changes() if sample is not None else {}) | loop.changes()
+        frozen: set[str] = sample.frozen_gradients() if sample is not None else set()
+        records = group_records(
+            window.step, loop.optimizers, loop.parameters(), norms, changes, loop.hooks.root, frozen
+        )
         if records:
             self._writer.records("param_groups", records)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import batch, statistics
+from .captured import StepSample, StepSamples
 from .hooks import ModuleHooks
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
 from .ring import LOGITS_BYTES, Micro
@@ -53,10 +54,11 @@ class Loop:
         self.sample: UpdateSample | None = None
         self.large_sample: UpdateSample | None = None
         self.measured_update = False
+        self.steps = StepSamples(hooks.root, self.parameters)
         self.ignore_index = ignore_index
         self.given = given
         self._whole_updates = whole_updates
-        self._layouts: dict[str, str | None] = {}
+        self._layouts: dict[str, batch.Layout] = {}
         self._attempt = attempt
         self._finish = finish
 
@@ -75,7 +77,9 @@ class Loop:
         def record() -> None:
             losses: list[Any] = [roots] if isinstance(roots, Tensor) else list(roots or ())
             window.backwards += 1
-            window.event("backward")
+            event = window.event("backward")
+            if window.backwards == 1 and (sample := self.steps.of(window)) is not None:
+                window.later(sample.carried(), lambda value: event.update(carried=value))
             for loss in losses:
                 if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
                     self._take_loss(window, loss)
@@ -100,7 +104,38 @@ class Loop:
         """Measure the gradients while they are as backward left them."""
         if self.window is not None and self._ours(optimizer):
             self.measure_gradients()
+            self._sample(lambda sample: sample.gradients(scaled=self.scaled))
             self.window.event("unscale", nested=nested or None)
+
+    def after_unscale(self, scaler: Any, optimizer: Any, found_inf: list[Tensor], nested: bool) -> None:
+        """The scaler has looked for gradients that are not finite while it divided them."""
+        window = self.window
+        if window is None or not self._ours(optimizer):
+            return
+        window.unscaled = True
+        event = window.event("finite_check", nested=nested or None)
+        for found in found_inf:
+            copied = found.clone()
+            window.later(copied, lambda value: event.update(found_inf=max(value, event.get("found_inf", 0.0))))
+            if not nested:
+                window.found_inf.append(copied)
+
+    def before_clip_value(self, parameters: list[Tensor], clip_value: float) -> None:
+        """Note it: gradients clipped by value have no norm that could be foretold."""
+        window = self.window
+        if window is not None and any(id(parameter) in self.hooks.parameters for parameter in parameters[:1]):
+            self.measure_gradients()
+            self._sample(lambda sample: sample.gradients(scaled=self.scaled))
+            self._attempt("steps", lambda: (window.event("clip", clip_value=float(clip_value)), None)[1])
+
+    def zeroed(self, owner: Any) -> None:
+        """Note that gradients were zeroed, where any of them belongs to the model."""
+        window = self.window
+        if window is None:
+            return
+        parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else _first_parameters(owner)
+        if id(next(iter(parameters), None)) in self.hooks.parameters:
+            window.event("zero_grad")
 
     def before_clip(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
         """Measure the gradients, and take the norm the job itself computed."""
@@ -111,9 +146,10 @@ class Loop:
         if not hasattr(total_norm, "to_local"):  # a sharded norm is whole only after a collective
             window.total_norm = total_norm.detach()
         window.max_norm = max_norm
-        event = window.event("grad_norm")
-        window.later(window.total_norm, lambda value: event.update(value=value))
-        window.event("clip", max_norm=max_norm)
+        self._sample(lambda sample: sample.gradients(scaled=self.scaled))
+        self._sample(lambda sample: sample.clipped(parameters, max_norm, window.total_norm, self.scaled))
+        event, clip = window.event("grad_norm"), window.event("clip", max_norm=max_norm)
+        window.later(window.total_norm, lambda value: (event.update(norm=value), clip.update(norm=value))[0])
 
     def before_step(self, optimizer: Any) -> None:
         """Measure the gradients, and copy the sample of the parameters."""
@@ -125,15 +161,19 @@ class Loop:
         if window.learning_rate is None and groups:
             rate = groups[0].get("lr")
             window.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
+        self._sample(lambda sample: sample.gradients(scaled=self.scaled))
+        state, scale, rates = "scaled" if self.scaled else "unscaled", window.scale, self.steps.rates(optimizer)
+        self._sample(lambda sample: sample.before(optimizer, state, scale, rates))
         if not window.stepped:
             self._attempt("parameter updates", self._copy_parameters)
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, optimizer: Any, by_scaler: bool, closure: bool) -> None:
         """The window has done what it was for."""
         window = self.window
         if window is not None and self._ours(optimizer):
             window.stepped = True
-            window.event("optimizer_step")
+            window.event("optimizer_step", nested=by_scaler or None)
+            self._sample(lambda sample: sample.after(optimizer, closure))
             if not self.inside:
                 self._finish()
 
@@ -174,6 +214,23 @@ class Loop:
         for name, value in values.items():
             if value is not None:
                 self._attempt(f"step.log({name})", lambda n=name, v=value: window.logged.update({n: number(v)}))
+
+    def _sample(self, take: Callable[[StepSample], None]) -> None:
+        """Do something with the sample of the optimizer step, in the windows that have one."""
+        window = self.window
+        if window is None:
+            return
+
+        def run() -> None:
+            if (sample := self.steps.of(window)) is not None:
+                take(sample)
+
+        self._attempt("optimizer steps", run)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the gradients of the open window are still multiplied by a loss scale."""
+        return self.window is not None and self.window.scale is not None and not self.window.unscaled
 
     @property
     def sharded(self) -> bool:
@@ -270,31 +327,24 @@ class Loop:
     def _read_batch(self, window: Window, micro: Micro, call: dict[str, Any]) -> None:
         inputs, keywords = call.get("inputs", ()), call.get("keywords", {})
         graph = bool(call.get("graph", True))
+        if graph and micro.training_mode is None:
+            micro.training_mode = call.get("training")
         if micro.readings is not None and (micro.has_graph or not graph):
             return  # another forward after that of the loss
-        found = batch.find(micro.given, inputs, keywords, self.hooks.root)
+        arrays = batch.find(micro.given, inputs, keywords, self.hooks.root)
         if not micro.arrays or micro.readings is not None:
             # Loops reuse their buffers; ids and masks are small.
-            micro.arrays = {name: tensor.detach().clone() for name, tensor in found.items()}
+            micro.arrays = {name: tensor.detach().clone() for name, tensor in arrays.items()}
             micro.keys = batch.keys_of(micro.given) or ([*keywords] or None)
         ids, labels = micro.arrays.get("input_ids"), micro.arrays.get("labels")
         if ids is None:
             return
         if labels is not None:
-            micro.layout = self._layout(ids, labels)
-        logits = batch.logits_in(call.get("output"))
-        if logits is None:
+            micro.layout, micro.odd_rows = self._layout(ids, labels)
+        found = batch.readings_of(call.get("output"), ids, labels, micro.layout, self.ignore_index)
+        if found is None:
             return
-        if logits.ndim == 2 and logits.shape[0] == ids.numel():
-            logits = logits.view(*ids.shape, -1)
-        if logits.shape[:2] != ids.shape or logits.ndim != 3 or not statistics.is_readable(logits):
-            return
-        targets = (
-            None
-            if labels is None or micro.layout is None
-            else batch.targets_of(labels, micro.layout, self.ignore_index)
-        )
-        micro.readings = batch.Readings(logits, ids, targets, self.ignore_index)
+        logits, micro.readings = found
         micro.has_graph = graph
         if logits.nbytes + sum(each.logits_bytes for each in window.micros) <= LOGITS_BYTES:
             micro.hold_logits(logits)
@@ -305,14 +355,15 @@ class Loop:
         else:
             self.tape.rows.append(Row("logits", "logits", about, known.micro, 0, known.norm, known.counts, known.full))
 
-    def _layout(self, ids: Tensor, labels: Tensor) -> str | None:
+    def _layout(self, ids: Tensor, labels: Tensor) -> batch.Layout:
         """Which token a label names. On a device it is read once and then taken to stay."""
         device = labels.device.type
         if device == "cpu" and ids.device.type == "cpu":
             return batch.label_layout(ids, labels, self.ignore_index)
         if device not in self._layouts:
             self._layouts[device] = batch.label_layout(ids, labels, self.ignore_index)
-        return self._layouts[device]
+            return self._layouts[device]
+        return batch.Layout(self._layouts[device].name, [])
 
     def _copy_parameters(self) -> None:
         window = self.window
@@ -348,6 +399,10 @@ class Loop:
             return False
         self.optimizers.append(optimizer)
         return True
+
+
+def _first_parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in getattr(optimizer, "param_groups", ())[:1] for parameter in group["params"][:1]]
 
 
 def _parameters_of(optimizers: list[Any]) -> set[int]:

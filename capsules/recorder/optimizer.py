@@ -42,16 +42,28 @@ class Observer(Protocol):
         """``nested``: called by ``GradScaler.step`` rather than by the loop."""
         ...
 
+    def after_unscale(self, scaler: Any, optimizer: Any, found_inf: list[Tensor], nested: bool) -> None:
+        """``found_inf``: one number a device, above 0 where a gradient was not finite."""
+        ...
+
     def before_clip(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
         """Gradients still have ``total_norm``."""
+        ...
+
+    def before_clip_value(self, parameters: list[Tensor], clip_value: float) -> None:
+        """Gradient elements are about to be limited to ± ``clip_value``."""
         ...
 
     def before_step(self, optimizer: Any) -> None:
         """The optimizer is about to change its parameters."""
         ...
 
-    def after_step(self, optimizer: Any) -> None:
-        """The optimizer has stepped."""
+    def after_step(self, optimizer: Any, by_scaler: bool, closure: bool) -> None:
+        """The optimizer has stepped; ``by_scaler``: within ``GradScaler.step``; ``closure``: it made its gradients."""
+        ...
+
+    def zeroed(self, owner: Any) -> None:
+        """``zero_grad`` of an optimizer or a module is about to run."""
         ...
 
     def scaler_stepped(self, scaler: Any, optimizer: Any, stepped: bool, found_inf: list[Tensor]) -> None:
@@ -108,6 +120,10 @@ def _install() -> None:
     _replace(scaler, "unscale_", _unscale)
     _replace(scaler, "step", _scaler_step)
     _replace(scaler, "update", _update)
+    _replace(Optimizer, "zero_grad", _zero_grad)
+    _replace(torch.nn.Module, "zero_grad", _zero_grad)
+    _replace(clip_grad, "clip_grad_value_", _clip_value)
+    _replace(torch.nn.utils, "clip_grad_value_", _clip_value)
     if hasattr(clip_grad, "_clip_grads_with_norm_"):
         _replace(clip_grad, "_clip_grads_with_norm_", _clip_with_norm)
     else:  # before torch 2.6 clipping is one function, known under two names
@@ -143,7 +159,12 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_(self: Any, optimizer: Any) -> Any:
         for observer in _watching():
             observer.before_unscale(self, optimizer, bool(_stepping))
-        return original(self, optimizer)
+        result = original(self, optimizer)
+        if (watching := _watching()) and self.is_enabled():
+            found_inf = _found_inf(self, optimizer)
+            for observer in watching:
+                observer.after_unscale(self, optimizer, found_inf, bool(_stepping))
+        return result
 
     return unscale_
 
@@ -159,13 +180,17 @@ def _scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _stepping.remove(call)
         if self.is_enabled():
-            state = self._per_optimizer_states.get(id(optimizer), {})
-            found_inf = list(state.get("found_inf_per_device", {}).values())
+            found_inf = _found_inf(self, optimizer)
             for observer in _watching():
                 observer.scaler_stepped(self, optimizer, call["stepped"], found_inf)
         return result
 
     return step
+
+
+def _found_inf(scaler: Any, optimizer: Any) -> list[Tensor]:
+    """What the scaler's check of this optimizer's gradients found, one number a device."""
+    return list(scaler._per_optimizer_states.get(id(optimizer), {}).get("found_inf_per_device", {}).values())
 
 
 def _update(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +211,26 @@ def _tell_clip(parameters: Any, max_norm: Any, total_norm: Tensor) -> None:
     if isinstance(tensors, (list, tuple)):  # a generator would be used up by looking
         for observer in _watching():
             observer.before_clip(list(tensors), float(max_norm), total_norm)
+
+
+def _clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip_value_(parameters: Any, clip_value: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not isinstance(parameters, (Tensor, list, tuple)):
+            parameters = list(parameters)
+        for observer in _watching():
+            observer.before_clip_value([parameters] if isinstance(parameters, Tensor) else [*parameters], clip_value)
+        return original(parameters, clip_value, *arguments, **keywords)
+
+    return clip_value_
+
+
+def _zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    def zero_grad(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        for observer in _watching():
+            observer.zeroed(self)
+        return original(self, *arguments, **keywords)
+
+    return zero_grad
 
 
 def _clip_with_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,5 +262,6 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
 def _after_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
     if _stepping:
         _stepping[-1]["stepped"] = True
+    closure = any(each is not None for each in (*arguments[1:2], keywords.get("closure")))  # the first is the optimizer
     for observer in _watching():
-        observer.after_step(optimizer)
+        observer.after_step(optimizer, bool(_stepping), closure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from . import statistics
+from .captured import leading
+from .hooks import clean_name
 from .internals import fused_norms
 from .tape import gather
 
 # Copied before every step: at most this much on a device, and less on a CPU, where a copy costs what a step costs.
 DEVICE_BYTES = 64 << 20
 CPU_BYTES = 1 << 20
+# What optimizers call the copy of a parameter in higher precision that they keep in their state.
+_MASTERS = ("master", "master_param", "master_weight", "fp32_param", "param_fp32")
 # Copied before a step whose updates are written as full rows.
 WHOLE_BYTES = 64 << 20
 
@@ -127,6 +133,8 @@ def group_records(
     parameters: dict[str, nn.Parameter],
     norms: dict[str, float],
     changes: dict[str, Tensor],
+    root: nn.Module,
+    frozen_gradients: set[str],
 ) -> list[dict[str, Any]]:
     """Rows of the ``param_groups`` stream: every parameter, the group it is in, and its optimizer state.
 
@@ -136,70 +144,80 @@ def group_records(
         parameters: all of the model's, by name.
         norms: gradient norms of this window by name.
         changes: after minus before of the sampled elements by name.
+        root: the model, which says what names stand for one parameter.
+        frozen_gradients: names of parameters that take no gradient and had one.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
+    tied = shared_names(root, names)
     records: list[dict[str, Any]] = []
-    waiting: list[Tensor] = []
-    owners: list[tuple[dict[str, Any], list[tuple[str, str, int]]]] = []
+    waiting: list[tuple[Tensor, Callable[[float], None]]] = []
+
+    def add(name: str, parameter: Tensor, group: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:
+        record = _parameter_record(parameter, state, waiting)
+        record |= {"step": step, "name": name, "in_optimizer": group is not None}
+        record |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group} if group else {}
+        record |= {"has_grad": name in norms or name in frozen_gradients}
+        record |= {"grad_norm": norms[name]} if name in norms else {}
+        record |= {"shared_with": tied[id(parameter)]} if id(parameter) in tied else {}
+        record |= {"adapter": True} if is_adapter(name) else {}
+        moved = changes.get(name)
+        if moved is not None:
+            size = max(moved.numel(), 1)
+            waiting.append(((moved != 0).sum(), lambda value: record.update(moved_fraction=value / size)))
+            if moved.shape == parameter.shape:
+                waiting.append((statistics.norm(moved), lambda value: record.update(update_norm=value)))
+        records.append(record)
+        return record
+
     group_number = 0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    continue
-                record, state = _parameter_record(parameter, optimizer.state.get(parameter, {}))
-                record |= {"step": step, "group": group_number, "name": name, "in_optimizer": True}
-                record |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
-                record |= _gradient(name, norms)
-                places: list[tuple[str, str, int]] = []
-                for key, tensor in state.items():
-                    places.append((key, str(tensor.dtype).removeprefix("torch."), tensor.numel()))
-                    waiting.append(statistics.norm(tensor))
-                moved = changes.get(name)
-                if moved is not None:
-                    places.append(("moved", "", moved.numel()))
-                    waiting.append((moved != 0).sum())
-                    if moved.shape == parameter.shape:
-                        places.append(("update", "", 1))
-                        waiting.append(statistics.norm(moved))
-                records.append(record)
-                owners.append((record, places))
+                if (name := names.get(id(parameter))) is not None:
+                    add(name, parameter, group, optimizer.state.get(parameter, {}))["group"] = group_number
             group_number += 1
-    values = iter(gather(waiting))
-    for record, places in owners:
-        for key, dtype, size in places:
-            value = next(values)[0]
-            if key == "moved":
-                record["moved_fraction"] = value / size
-            elif key == "update":
-                record["update_norm"] = value
-            else:
-                record.setdefault("state", {})[key] = {"dtype": dtype, "rms": value / max(size, 1) ** 0.5}
     owned = {record["name"] for record in records}
-    if optimizers:
-        records += [
-            _parameter_record(p, {})[0] | {"step": step, "name": name, "in_optimizer": False} | _gradient(name, norms)
-            for name, p in parameters.items()
-            if name not in owned
-        ]
+    for name, parameter in parameters.items() if optimizers else ():
+        if name not in owned:
+            add(name, parameter, None, {})
+    for (_, sink), values in zip(waiting, gather([tensor for tensor, _ in waiting]), strict=True):
+        sink(values[0])
     return records
 
 
-def _parameter_record(parameter: Tensor, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def shared_names(root: nn.Module, names: dict[int, str]) -> dict[int, list[str]]:
+    """For each parameter that the model holds under several names (tied weights), the names that are not its own."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if names.get(id(parameter), clean_name(name)) != clean_name(name):
+            found.setdefault(id(parameter), []).append(clean_name(name))
+    return found
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to a low-rank adapter, by the names that peft and its kin give."""
+    return "lora_" in name or ".adapter" in name
+
+
+def _parameter_record(
+    parameter: Tensor, state: dict[str, Any], waiting: list[tuple[Tensor, Callable[[float], None]]]
+) -> dict[str, Any]:
     record: dict[str, Any] = {
         "shape": list(parameter.shape),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "requires_grad": parameter.requires_grad,
     }
-    tensors: dict[str, Tensor] = {}
+    if statistics.is_readable(parameter) and parameter.numel():
+        median = leading(parameter).float().abs().median()
+        waiting.append((median, lambda value: record.update(weight_absmedian=value)))
     for key, value in state.items():
         if key == "step":
             record["state_step"] = int(value)
         elif isinstance(value, Tensor) and value.is_floating_point():
-            tensors[key] = statistics.local(value)
-    return record, tensors
-
-
-def _gradient(name: str, norms: dict[str, float]) -> dict[str, Any]:
-    return {"has_grad": True, "grad_norm": norms[name]} if name in norms else {"has_grad": False}
+            held, dtype = statistics.local(value), str(value.dtype).removeprefix("torch.")
+            if key in _MASTERS and value.shape == parameter.shape:
+                record["master_dtype"] = dtype
+            entry = record.setdefault("state", {}).setdefault(key, {"dtype": dtype, "rms": math.nan})
+            root_of = max(held.numel(), 1) ** 0.5
+            waiting.append((statistics.norm(held), lambda value, e=entry, r=root_of: e.update(rms=value / r)))
+    return record

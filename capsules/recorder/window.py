@@ -29,6 +29,7 @@ class Window:
     requests: list[Trigger] = field(default_factory=list[Trigger])
     logged: dict[str, Any] = field(default_factory=dict[str, Any])
     losses: list[Row] = field(default_factory=list[Row])
+    recomputed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     gradients: dict[str, Row] = field(default_factory=dict[str, Row])
     local_norms: list[Tensor] = field(default_factory=list[Tensor])
     # The scaler: its scale, and (scaled, unscaled) losses.
@@ -39,6 +40,7 @@ class Window:
     max_norm: float | None = None
     learning_rate: Any = None
     stepped: bool = False
+    unscaled: bool = False
     skipped: bool = False
     backwards: int = 0
     # Read at the end:

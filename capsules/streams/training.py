@@ -18,6 +18,14 @@ class Event(Record):
     kind: str | None = None
     nested: bool | None = None
     micro: Count | None = None
+    # backward: norm of what lay in the sampled gradients before the window's first one
+    carried: float | None = None
+    # finite_check: above 0 where a gradient was not finite
+    found_inf: float | None = None
+    # grad_norm, clip
+    norm: float | None = None
+    max_norm: float | None = None
+    clip_value: float | None = None
     # step_begin
     batch_sha256: str | None = None
     data_cursor: dict[str, Any] | None = None
