@@ -20,7 +20,10 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeriesColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """One series cut to the screen; ``last`` is its newest value, ``at`` the value nearest the cursor's step."""
+    """One series cut to the screen; ``last`` is its newest value, ``at`` the value nearest the cursor's step.
+
+    ``beside`` where it comes from the other run that was asked for.
+    """
 
     name: str
     unit: str
@@ -30,6 +33,7 @@ class SeriesColumns(msgspec.Struct, frozen=True, kw_only=True):
     columns: Columns
     at: float | None = None
     at_step: int | None = None
+    beside: bool = False
 
 
 class StepMark(msgspec.Struct, frozen=True, kw_only=True):

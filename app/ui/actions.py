@@ -70,6 +70,8 @@ ACTIONS: tuple[Action, ...] = (
         "Make a case of this incident, shown first, then committed",
         "resolve",
     ),
+    Action("capsule.next", "capsule", "right_square_bracket", "", "Next capsule of the list", "neighbour(1)"),
+    Action("capsule.previous", "capsule", "left_square_bracket", "", "Previous capsule of the list", "neighbour(-1)"),
     Action("capsule.export", "capsule", "e", "", "Write this capsule's report to a file: text, SVG or HTML", "export"),
     *(
         Action(f"capsule.view-{number}", "capsule", str(number), "", words, f"view({number})")
@@ -81,8 +83,13 @@ ACTIONS: tuple[Action, ...] = (
     Action("timelines.previous-event", "timelines", "N", "", "Previous event", "event(-1)"),
     Action("timelines.in", "timelines", "plus,equals_sign", "zoom", "Zoom in around the cursor", "zoom(0.5)"),
     Action("timelines.out", "timelines", "minus", "", "Zoom out", "zoom(2.0)"),
-    Action("timelines.whole", "timelines", "0", "whole", "All steps, without the cursor", "whole"),
+    Action("timelines.whole", "timelines", "0", "", "All steps, without the cursor", "whole"),
     Action("timelines.log", "timelines", "y", "log", "Linear or logarithmic value axis", "log"),
+    Action("timelines.panel", "timelines", "tab", "panel", "Next panel: add and full act on it", "choose(1)"),
+    Action("timelines.panel-before", "timelines", "shift+tab", "", "Previous panel", "choose(-1)"),
+    Action("timelines.full", "timelines", "z", "", "The chosen panel alone, or all of them", "full"),
+    Action("timelines.overlay", "timelines", "o", "overlay", "Lay another run over, or take it away", "overlay"),
+    Action("timelines.add", "timelines", "a", "add", "Draw another series in the chosen panel, or take it out", "add"),
     Action("timelines.down", "timelines", "down,j", "", "Next series", "scroll_series(1)"),
     Action("timelines.up", "timelines", "up,k", "", "Previous series", "scroll_series(-1)"),
     Action("overview.open", "overview", "enter", "open", "All of the finding: numbers, candidates, advice", "open"),

@@ -9,7 +9,7 @@ import signal
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import on
 from textual.app import App
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from textual.screen import Screen
 
     from ..listing import Entry
+    from .screens.home import HomeScreen
 
 #: Dark, light, and the terminal's own palette.
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
@@ -68,6 +69,11 @@ class Console(App[None]):
         from .screens.home import HomeScreen
 
         return HomeScreen(self.directory)
+
+    @property
+    def home(self) -> HomeScreen:
+        """The list of capsules, below all other screens."""
+        return cast("HomeScreen", self.screen_stack[0])
 
     def on_mount(self) -> None:
         """Workers start with the first question, after the first paint."""

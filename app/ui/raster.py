@@ -77,19 +77,25 @@ def fit_axis(series: Sequence[Columns], *, log: bool = False) -> Axis:
 
 
 def draw(
-    series: Sequence[Columns], width: int, height: int, *, axis: Axis | None = None, charset: Charset = "braille"
+    series: Sequence[Columns],
+    width: int,
+    height: int,
+    *,
+    axes: Sequence[Axis] | None = None,
+    charset: Charset = "braille",
 ) -> list[list[Cell]]:
     """Draw every series into ``height`` rows of ``width`` cells.
 
-    Each of ``series`` holds ``width`` × pixels-per-cell columns. A series is joined between neighbouring points but
-    never across a value that is not finite; such a column carries a mark in the topmost row.
+    Each of ``series`` holds ``width`` × pixels-per-cell columns and has its own of ``axes`` (one for all where None). A
+    series is joined between neighbouring points but never across a value that is not finite; such a column carries a
+    mark in the topmost row.
     """
-    axis = axis or fit_axis(series)
+    axes = axes or [fit_axis(series)] * len(series)
     wide, high = PIXELS[charset]
     masks = [[0] * width for _ in range(height)]
     owner: list[list[int | None]] = [[None] * width for _ in range(height)]
     for index, columns in enumerate(series):
-        for x, top, bottom in _spans(columns, axis, height * high):
+        for x, top, bottom in _spans(columns, axes[index], height * high):
             column = x // wide
             if column >= width:
                 continue

@@ -183,6 +183,16 @@ class CapsuleScreen(Screen[None]):
         kept = cast("Console", self.app).reports.of(self.entry.path)
         return query or case_query(kept.report if kept is not None else None)
 
+    def action_neighbour(self, by: int) -> None:
+        """Open the next or previous capsule of the list on the same view."""
+        console = cast("Console", self.app)
+        found = console.home.neighbour(self.entry.path, by)
+        if found is None:
+            self.app.notify(f"this is the {'last' if by > 0 else 'first'} capsule of the list", timeout=3)
+            return
+        console.state.viewed, console.state.view = found.path, self._wanted
+        self.app.switch_screen(CapsuleScreen(found))
+
     def action_resolve(self) -> None:
         """Make a case of this incident."""
         cast("Console", self.app).resolve(self.entry)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import msgspec
-from rich.cells import cell_len
 from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
@@ -20,30 +19,17 @@ from textual.widgets import Footer, Input, Static
 
 from ...listing import Entry, Listing
 from ...looks.types import SeriesColumns
-from ...text import keep_tail, one_line
+from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
 from ..reports import case_query
 from ..widgets.rows import Lazy, Row, Rows
 from ..widgets.timeline import Curve, Timeline
 from ..widgets.verdict import Advice, Verdict
+from .entries import by_need, heading, line, state_of
 
 if TYPE_CHECKING:
     from ..app import Console
-
-State = Literal["undetermined", "divergence", "damaged", "live", "unread", "quiet", "resolved"]
-
-#: Sign of a state and its style, in order of need. Colour repeats the sign and never replaces it.
-STATES: dict[State, tuple[str, str]] = {
-    "undetermined": ("?", "yellow"),
-    "divergence": ("✗", "bold red"),
-    "damaged": ("!", "magenta"),
-    "live": ("◐", "cyan"),
-    "unread": ("·", "dim"),
-    "quiet": ("✓", "green"),
-    "resolved": ("●", "green"),
-}
-_NEED = tuple(STATES)
 
 #: Series of the small timelines: the scalar, its label.
 _SMALL = (("loss", "loss"), ("grad_norm", "grad norm"), ("learning_rate", "lr"), ("memory_allocated", "memory"))
@@ -53,9 +39,6 @@ _BUDGET = 0.25
 
 #: Capsules that get a verdict before anyone looks at them.
 _AHEAD = 30
-
-#: What the list says of a capsule that no trigger ended.
-_ENDS = {"stale": "silent", "crashed": "died"}
 
 _EMPTY = """
  No capsule here yet.
@@ -95,6 +78,7 @@ class HomeScreen(Screen[None]):
         super().__init__()
         self.directory = directory
         self._listing: Listing | None = None
+        self._shown: list[Entry] = []  # the rows, in their order
         self._problem = ""
         self._filter = ""
         self._paused = False
@@ -232,68 +216,22 @@ class HomeScreen(Screen[None]):
         row = self._rows.selected
         return row.item if row is not None else None
 
-    def _state(self, entry: Entry) -> State:
-        if entry.problem:
-            return "damaged"
-        if entry.status == "recording":
-            return "live"
-        if entry.incident in ("fixed", "gated"):
-            return "resolved"
-        kept = self.console_app.reports.of(entry.path)
-        if kept is None:
-            return "unread"
-        if kept.report is None:
-            return "damaged"
-        report = kept.report
-        first = report.first_divergence
-        if first is None:  # a job that died or went silent is not well because no rule knows why
-            return "undetermined" if entry.status in _ENDS else "quiet"
-        sure = any(each.rule == first.rule and each.confidence != "undetermined" for each in report.findings)
-        return "divergence" if sure else "undetermined"
-
     def _fill(self) -> None:
         if self._listing is None:
             return
-        words = self._filter.casefold().split()
-        shown = [
-            each
-            for each in self._listing.entries
-            if all(word in f"{each.name} {each.title} {each.trigger} {each.message}".casefold() for word in words)
-        ]
-        shown.sort(key=lambda each: (_NEED.index(self._state(each)), -each.changed))
+        reports = self.console_app.reports
+        self._shown = shown = by_need(self._listing.entries, self._filter, reports)
         rows = self._rows
         width = max(20, rows.size.width)
-        rows.empty = " nothing holds these words" if words else _EMPTY
+        rows.empty = " nothing holds these words" if self._filter.strip() else _EMPTY
         if self._listing.problem and not self._listing.entries:
             rows.empty = "\n".join(f" {each}" for each in wrap(one_line(self._listing.problem), width - 2))
         rows.set_rows(
-            Lazy([each.path for each in shown], lambda at: Row(shown[at].path, self._line(shown[at], width), shown[at]))
+            Lazy(
+                [each.path for each in shown],
+                lambda at: Row(shown[at].path, line(shown[at], state_of(shown[at], reports), width), shown[at]),
+            )
         )
-
-    def _line(self, entry: Entry, width: int) -> Text:
-        """Sign, time, name, and what happened, in ``width`` cells."""
-        sign, style = STATES[self._state(entry)]
-        clock = "live " if entry.status == "recording" else _clock(entry.changed)
-        text = Text(no_wrap=True)
-        text.append(sign, style)
-        text.append(f" {clock} ", "dim")
-        room = width - text.cell_len - 1
-        name = one_line(entry.title or entry.name).removesuffix(".capsule")
-        what = "unreadable" if entry.problem else entry.trigger or _ENDS.get(entry.status, "")
-        step = f"{entry.step:,}" if entry.step is not None else ""
-        # Where not all has room, the name needs it most: the sign says already that something broke.
-        tail = next(
-            (
-                each
-                for each in (f"{one_line(what)} {step}".strip(), step)
-                if room - cell_len(each) >= min(14, cell_len(name))
-            ),
-            "",
-        )
-        name = keep_tail(name, max(4, room - cell_len(tail) - bool(tail)))
-        text.append(name)
-        text.append(f"{tail:>{max(0, width - 1 - text.cell_len)}}", "dim")
-        return text
 
     def _head(self) -> None:
         problem = self._problem
@@ -336,7 +274,7 @@ class HomeScreen(Screen[None]):
 
     def _show_report(self, entry: Entry) -> None:
         box = self.query_one("#verdict")
-        box.border_title = _heading(entry, max(20, box.size.width - 4)).replace("[", r"\[")
+        box.border_title = heading(entry, max(20, box.size.width - 4)).replace("[", r"\[")
         kept = self.console_app.reports.of(entry.path)
         verdict, advice = self.query_one(Verdict), self.query_one(Advice)
         if entry.problem:
@@ -366,6 +304,21 @@ class HomeScreen(Screen[None]):
         """What the case log is opened with from here: the rule of the chosen capsule's first divergence."""
         kept = self.console_app.reports.of(self._selected.path) if self._selected is not None else None
         return case_query(kept.report if kept is not None else None)
+
+    def neighbour(self, path: str, by: int) -> Entry | None:
+        """The readable capsule next to the one at ``path``, ``by`` 1 below or -1 above it; the cursor follows."""
+        readable = [each for each in self._shown if not each.problem]
+        here = next((at for at, each in enumerate(readable) if each.path == path), None)
+        if here is None or not 0 <= here + by < len(readable):
+            return None
+        self._rows.select(readable[here + by].path)
+        return readable[here + by]
+
+    def others(self, path: str) -> list[tuple[str, str, str]]:
+        """Path, name and trigger of every readable capsule but the one at ``path``, in the order of the list."""
+        entries = self._listing.entries if self._listing is not None else ()
+        shown = by_need((each for each in entries if not each.problem), "", self.console_app.reports)
+        return [(each.path, each.title or each.name, each.trigger) for each in shown if each.path != path]
 
     def action_resolve(self) -> None:
         """Make a case of the capsule under the cursor."""
@@ -415,20 +368,3 @@ class HomeScreen(Screen[None]):
         box.value = ""
         box.display = False
         self.query_one("#capsules").focus()
-
-
-def _heading(entry: Entry, width: int) -> str:
-    """Name and trigger in ``width`` cells: the end of a long name, the beginning of the message."""
-    name, message = one_line(entry.title or entry.name), one_line(entry.message)
-    if not message:
-        return keep_tail(name, width)
-    return f"{keep_tail(name, max(12, min(cell_len(name), width - cell_len(message) - 2, width // 2)))}  {message}"
-
-
-def _clock(changed: float) -> str:
-    """Time of day, or the date where it was not today."""
-    if not changed:
-        return "     "
-    then = time.localtime(changed)
-    today = time.strftime("%Y%j") == time.strftime("%Y%j", then)
-    return time.strftime("%H:%M" if today else "%m-%d", then)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import msgspec
 from textual import on
@@ -10,10 +11,15 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from ...looks.types import SeriesColumns, StepMark
+from ...text import one_line
 from ..actions import bindings
 from ..link import Answer
+from ..screens.choosing import ChooseScreen
 from ..widgets.timeline import Curve, EventMark, Timeline, Window
 from .base import View
+
+if TYPE_CHECKING:
+    from ..app import Console
 
 #: Series in the order in which an engineer wants them; others follow by name.
 _FIRST = ("loss", "grad_norm", "learning_rate", "update_norm", "memory_allocated", "loss_scale", "step_time")
@@ -21,7 +27,7 @@ _PANELS = 6
 
 
 class TimelinesView(View):
-    """Six panels that share one window of steps and one cursor."""
+    """Six panels that share one window of steps and one cursor; any of them holds several series, and another run."""
 
     name_ = "timelines"
     needs = "scalars"
@@ -32,7 +38,11 @@ class TimelinesView(View):
         super().__init__(path)
         known = [name for name in _FIRST if name in series]
         self._names = [*known, *(name for name in sorted(series) if name not in known)]
+        self._added: dict[str, list[str]] = {}  # by the series of a panel: what was added to it
+        self._beside: tuple[str, str] | None = None  # path and name of the run laid over
         self._top = 0
+        self._chosen = 0  # the panel that keys act on, counted from the top of the screen
+        self._full = False
         self._window = Window()
         self._log = False
         self._span = (0.0, 1.0)  # steps on screen
@@ -41,31 +51,44 @@ class TimelinesView(View):
 
     @property
     def shown(self) -> list[str]:
-        """Names of the series on screen."""
+        """Names of the series on screen, one a panel."""
         return self._names[self._top : self._top + _PANELS]
 
     def compose(self) -> ComposeResult:
         """One panel a series."""
-        panels = min(_PANELS, len(self._names))
-        for index in range(panels):
-            yield Timeline(self._names[index], steps=index == panels - 1, id=f"panel-{index}")
+        for index in range(min(_PANELS, len(self._names))):
+            yield Timeline(self._names[index], id=f"panel-{index}")
+
+    def on_mount(self) -> None:
+        """The lowest panel has the axis of steps."""
+        self._arrange()
 
     def reload(self) -> None:
         """Marks and curves."""
         self.ask("marks")
         self._ask_curves()
 
-    def _ask_curves(self) -> None:
+    def _arrange(self) -> None:
+        """Which panels are on screen, and which one the keys act on."""
         panels = list(self.query(Timeline))
+        for index, panel in enumerate(panels):
+            panel.display = index == self._chosen or not self._full
+            panel.steps = self._full or index == len(panels) - 1
+            panel.marked = index == self._chosen and len(panels) > 1
+            panel.refresh()
+
+    def _ask_curves(self) -> None:
+        panels = [each for each in self.query(Timeline) if each.display]
         if panels:
             self.ask(
                 "curves",
-                names=self.shown,
+                names=list(dict.fromkeys(each for name in self.shown for each in (name, *self._added.get(name, ())))),
                 columns=max(8, panels[0].picture_columns),
                 start=self._window.start,
                 stop=self._window.stop,
                 log=self._log,
                 cursor=self.step,
+                beside=self._beside[0] if self._beside else "",
             )
 
     @property
@@ -85,19 +108,34 @@ class TimelinesView(View):
             self._marks = [EventMark(each.step, each.sign, each.words) for each in found]
             self._ask_curves()
             return
-        by_name = {each.name: each for each in msgspec.convert(answer.result, list[SeriesColumns])}
+        by_name: dict[str, list[SeriesColumns]] = {}
+        for each in msgspec.convert(answer.result, list[SeriesColumns]):
+            by_name.setdefault(each.name, []).append(each)
         for panel, name in zip(self.query(Timeline), self.shown, strict=False):
-            found = by_name.get(name)
             panel.log_axis = self._log
-            if found is None:
+            drawn = [each for one in (name, *self._added.get(name, ())) for each in by_name.get(one, ())]
+            if not drawn:
                 panel.show((), problem="not recorded")
                 continue
-            self._span = (found.columns.start, found.columns.stop)
+            self._span = (drawn[0].columns.start, drawn[0].columns.stop)
             if self._window == Window():
                 self._whole = self._span
             panel.set_reactive(Timeline.cursor, self._cursor)
-            value = found.last if found.at is None or self._cursor is None else found.at
-            panel.show([Curve(name, found.unit, found.columns, value)], self._marks)
+            panel.show([self._curve(each) for each in drawn], self._marks)
+
+    def failed(self, problem: str) -> None:
+        """A run laid over that cannot be read any more is taken away; this one stays."""
+        if self._beside is None:
+            super().failed(problem)
+            return
+        self._beside = None
+        self.app.notify(one_line(problem), severity="warning", markup=False)
+        self._ask_curves()
+
+    def _curve(self, found: SeriesColumns) -> Curve:
+        value = found.last if found.at is None or self._cursor is None else found.at
+        source = one_line(self._beside[1], 24) if found.beside and self._beside else ""
+        return Curve(one_line(found.name), found.unit, found.columns, value, source, found.unit or found.name)
 
     def follow(self, step: float | None) -> None:
         """Show the values at the cursor."""
@@ -148,3 +186,51 @@ class TimelinesView(View):
         for panel, name in zip(self.query(Timeline), self.shown, strict=False):
             panel.series = name
         self._ask_curves()
+
+    def action_choose(self, by: int) -> None:
+        """The next panel is the one that keys act on."""
+        self._chosen = (self._chosen + by) % max(1, min(_PANELS, len(self._names)))
+        self._arrange()
+
+    def action_full(self) -> None:
+        """One panel in full, or all of them."""
+        self._full = not self._full
+        self._arrange()
+
+    def action_add(self) -> None:
+        """Draw another series in the chosen panel, or take it out of there."""
+        panel = self.shown[self._chosen] if self.shown else ""
+        inside = self._added.setdefault(panel, [])
+        choices = [(each, f"{each}  (take out)" if each in inside else each) for each in self._names if each != panel]
+
+        def chosen(name: str | None) -> None:
+            if name:
+                (inside.remove if name in inside else inside.append)(name)
+                self._ask_curves()
+
+        self._choose(f"Which series to draw with {one_line(panel)}?", choices, "there is no other series", chosen)
+
+    def action_overlay(self) -> None:
+        """Lay another run over this one, or take it away."""
+        if self._beside is not None:
+            self._beside = None
+            self._ask_curves()
+            return
+        others = cast("Console", self.app).home.others(self.path)
+        names = {path: name for path, name, _ in others}
+
+        def chosen(path: str | None) -> None:
+            if path:
+                self._beside = (path, names[path])
+                self._ask_curves()
+
+        choices = [(path, f"{name}  {words}".strip()) for path, name, words in others]
+        self._choose("Which run to lay over this one?", choices, "there is no other run in this directory", chosen)
+
+    def _choose(
+        self, question: str, choices: list[tuple[str, str]], none: str, chosen: Callable[[str | None], None]
+    ) -> None:
+        if choices:
+            self.app.push_screen(ChooseScreen(question, choices), chosen)
+        else:
+            self.app.notify(none, timeout=3)

@@ -29,16 +29,22 @@ if TYPE_CHECKING:  # numpy stays in the worker
 
 _LABEL = 10  # cells for the names left of the picture
 _VALUE = 9
+_CHOSEN = "▸ "
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of the picture; ``last`` is its newest value as recorded, drawable or not."""
+    """One series of the picture; ``last`` is its newest value as recorded, drawable or not.
+
+    ``source`` names the run it comes from where that is another one. Curves of one ``scale`` share an axis.
+    """
 
     name: str
     unit: str
     columns: Columns
     last: float | None = None
+    source: str = ""
+    scale: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Timeline(Widget):
         self.window = Window()
         self.log_axis = False
         self.problem = ""
+        self.marked = False  # whether it is the one that keys act on
         self._curves: Sequence[Curve] = ()
         self._marks: Sequence[EventMark] = ()
         self._axis = Axis(0.0, 1.0)
@@ -115,9 +122,14 @@ class Timeline(Widget):
         before = self._cells
         self._curves, self._marks, self.problem = curves, marks, problem
         columns = [curve.columns for curve in curves]
-        self._axis = fit_axis(columns, log=self.log_axis)
+        scales = {
+            curve.scale: fit_axis([each.columns for each in curves if each.scale == curve.scale], log=self.log_axis)
+            for curve in curves
+        }
+        axes = [scales[curve.scale] for curve in curves]
+        self._axis = axes[0] if axes else Axis(0.0, 1.0)  # the one whose numbers stand on the left
         width, height = self._picture
-        self._cells = draw(columns, width, height, axis=self._axis, charset=self.charset) if curves else []
+        self._cells = draw(columns, width, height, axes=axes, charset=self.charset) if curves else []
         if self.size.height <= 1 or len(before) != len(self._cells):
             self.refresh()
             return
@@ -171,11 +183,14 @@ class Timeline(Widget):
         return Strip(self._steps(label)).adjust_cell_length(width, base)
 
     def _title(self, label: Style) -> list[Segment]:
-        segments: list[Segment] = []
+        segments: list[Segment] = [Segment(_CHOSEN if terminal.speaks_unicode() else "> ")] if self.marked else []
+        first = self._curves[0]
         for index, curve in enumerate(self._curves):
             value = f" {amount(curve.last, curve.unit)}" if curve.last is not None else ""
             unit = f" {curve.unit}" if curve.unit and curve.unit != "bytes" else ""
-            segments.append(Segment(f"{curve.name}{value}{unit}  ", self._colour(index)))
+            name = curve.source if curve.source and curve.name == first.name else f"{curve.name} {curve.source}".strip()
+            own = " (own scale)" if curve.scale != first.scale else ""
+            segments.append(Segment(f"{name}{value}{unit}{own}  ", self._colour(index)))
         if self.log_axis:
             segments.append(Segment("log  ", label))
         if self.cursor is not None:

@@ -53,8 +53,8 @@ def test_braille_dots_stand_where_the_standard_puts_them() -> None:
     axis = Axis(0.0, 3.0)
     left = Columns(0, 2, [3.0, None], [3.0, None], [3.0, None], [3.0, None], ["", ""], 1)
     right = Columns(0, 2, [None, 0.0], [None, 0.0], [None, 0.0], [None, 0.0], ["", ""], 1)
-    assert text(draw([left], 1, 1, axis=axis)) == ["⠁"]
-    assert text(draw([right], 1, 1, axis=axis)) == ["⢀"]
+    assert text(draw([left], 1, 1, axes=[axis])) == ["⠁"]
+    assert text(draw([right], 1, 1, axes=[axis])) == ["⢀"]
 
 
 def test_a_log_axis_spaces_decades_evenly() -> None:

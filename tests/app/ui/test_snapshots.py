@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from llmconsole.app.ui.app import Console
-from llmconsole.app.ui.screens import home
+from llmconsole.app.ui.screens import entries, home
 from llmconsole.app.ui.widgets.rows import Rows
 from llmconsole.capsules import CapsuleWriter
 from rich.color import ColorType
@@ -173,7 +173,8 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(
         strftime=lambda form, at=now: time.strftime(form, at), localtime=time.gmtime, time=lambda: float(scenes.NOON)
     )
-    monkeypatch.setattr(home, "time", clock)
+    for module in (home, entries):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(Input, "cursor_blink", False)
     for name in ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"):
         monkeypatch.setenv(name, f"{scenes.NOON} +0000")
@@ -285,6 +286,9 @@ def test_an_opened_capsule_its_cases_and_its_resolution(place: Path) -> None:
         await album.settled()
         await press("N")
         await album.take("timelines")
+        await press("a")
+        await album.take("timelines-add", overlay=True, again=True)
+        await press("escape")
         for key, name in zip("34567", ("layers", "batch", "memory", "ranks", "latency"), strict=True):
             await press(key)
             await album.take(name)
