@@ -11,6 +11,9 @@ import pytest
 #: two looks of a test; such a test is run again, and the run says so (R).
 SCREENS = Path(__file__).parent / "app" / "ui"
 
+#: Whole demos and pictures of every screen take minutes each.
+LONGEST = (Path(__file__).parent / "end_to_end", SCREENS)
+
 
 def pytest_configure() -> None:
     """Take signals as a job in the foreground does.
@@ -24,7 +27,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give screen tests a second and a third try."""
+    """Give screen tests a second and a third try; begin with the longest files, so that two processes end together."""
+    items.sort(key=lambda item: next((at for at, each in enumerate(LONGEST) if item.path.is_relative_to(each)), 9))
     for item in items:
         if item.path.is_relative_to(SCREENS):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=1))
