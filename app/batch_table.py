@@ -120,8 +120,8 @@ def where(sheet: BatchSheet) -> str:
 def notes(sheet: BatchSheet) -> list[str]:
     """How the columns are aligned, and the worst token where it was asked for."""
     layouts = {
-        "unshifted": "labels unshifted (at their own token)",
-        "shifted": "labels shifted (at the position before)",
+        "unshifted": "each label stands under its own token",
+        "shifted": "each label stands under the token before it",
     }
     known = any(each.label for each in sheet.samples)
     layout = layouts.get(sheet.layout, "labels fit neither layout: each stands at its own position" if known else "")

@@ -125,7 +125,7 @@ def test_the_batch_shows_bytes_as_characters_and_what_the_fault_scores(recorded:
             await until(pilot, lambda: bool(console.screen.query(BatchView)), "the view is there")
             await until(pilot, lambda: "the␣cat␣sat␣on␣the␣mat!" in drawn(console, "#samples"), "text is readable")
             assert "a␣dog⏎ran" in drawn(console, "#samples")
-            assert "labels unshifted" in drawn(console, "#notes")
+            assert "under its own token" in drawn(console, "#notes")
             await pilot.press("x")
             await until(pilot, lambda: "→t→h→e" in drawn(console, "#samples"), "each token is scored on itself")
             assert "labels-not-shifted:" in drawn(console, "#notes")
