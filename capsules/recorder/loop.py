@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -395,10 +395,25 @@ class Loop:
             return True  # no model was given: all that steps is the job's
         # One that was made later takes the place of a named one where it steps the same parameters.
         known = _parameters_of(self.optimizers) if self.named else self.hooks.parameters.keys()
-        if not known & _parameters_of([optimizer]):
+        if not known & _parameters_of([optimizer]) and not self._stale(optimizer):
             return False
         self.optimizers.append(optimizer)
         return True
+
+    def _stale(self, optimizer: Any) -> bool:
+        """Whether it was made for this model before the model was made anew: not one of its parameters, all its shapes.
+
+        Only while no other optimizer is known, and in a window whose backward has reached the model.
+        """
+        if self.optimizers or self.window is None or not self.window.backwards or not self.window.gradients:
+            return False
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = [parameter for parameter in self.hooks.root.parameters() if parameter.requires_grad]
+        return bool(held) and _shapes(held) == _shapes(trained)
+
+
+def _shapes(parameters: Iterable[Any]) -> list[tuple[int, ...]]:
+    return sorted(tuple(parameter.shape) for parameter in parameters)
 
 
 def _first_parameters(optimizer: Any) -> list[Any]:
