@@ -257,7 +257,7 @@ class AttachedFile(Part):
 
 
 class Manifest(Part, dict=True):
-    """The whole manifest. ``placement`` and ``config`` are free-form mappings."""
+    """The whole manifest. ``placement``, ``config`` and ``contract`` (of a loaded checkpoint) are free-form mappings."""
 
     format: str = FORMAT
     id: str = ""
@@ -278,6 +278,7 @@ class Manifest(Part, dict=True):
     serving: Serving | None = None
     placement: Any = None
     config: Any = None
+    contract: Any = None
     environment: Environment | None = None
     files: list[AttachedFile] | None = None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .recorder import Recorder, Step
+    from .recorder import Recorder
+    from .step import Step
 
 __all__ = ["Recorder", "Step"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .internals import is_wrapped
+from .statistics import is_readable
 
 # The names of evidence, and what data collators and hand-written loops call the same thing.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -19,9 +20,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "position_ids": ("position_ids", "positions", "input_pos"),
     "segment_ids": ("segment_ids", "document_ids", "seq_idx"),
     "cu_seqlens": ("cu_seqlens", "cu_seq_lens_q"),
-    "loss_mask": ("loss_mask",),
+    "loss_mask": ("loss_mask", "label_mask", "target_mask"),
     "roles": ("roles",),
 }
+# Those that may come as floating-point numbers: 1 and 0, 0 and a large negative number, or weights.
+MASKS = ("attention_mask", "loss_mask")
 # A look at all logits at once would need a float32 copy of them; this many elements are taken at a time.
 PIECE = 1 << 25
 
@@ -30,7 +33,8 @@ def find(batch: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], model
     """The arrays of a batch by their evidence names.
 
     Args:
-        batch: what the loop gave: a mapping, (inputs, targets), a tensor, or None.
+        batch: what the loop gave: a mapping, (inputs, targets), (inputs, mask, targets), an object with fields, a
+            tensor, or None.
         inputs: positional arguments of the model's forward, which fill in what the batch did not give.
         keywords: its keyword arguments.
         model: the model, whose forward names its positional arguments.
@@ -41,11 +45,11 @@ def find(batch: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], model
     seen = _named(dict(keywords) | _positional(inputs, model))
     if "input_ids" not in seen and inputs and _is_ids(inputs[0]):
         seen["input_ids"] = inputs[0]
-    if isinstance(batch, Mapping):
-        given = _named(batch)
+    fields = _fields(batch)
+    if fields is not None:
+        given = _named(fields)
     elif isinstance(batch, (tuple, list)):
-        ids = [value for value in batch if _is_ids(value)]
-        given = dict(zip(("input_ids", "labels"), ids, strict=False))
+        given = _placed([value for value in batch if _is_ids(value)])
     elif _is_ids(batch):
         given = {"input_ids": batch}
         fed = seen.get("input_ids")
@@ -69,7 +73,32 @@ def find(batch: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], model
 
 def keys_of(batch: Any) -> list[str] | None:
     """The names that the collator produced, where it produced names."""
-    return [str(key) for key in batch] if isinstance(batch, Mapping) else None
+    fields = _fields(batch)
+    return None if fields is None else [str(key) for key in fields]
+
+
+def _fields(batch: Any) -> Mapping[Any, Any] | None:
+    """A batch that has names as a mapping: a dictionary, a named tuple, a data class, any object with token ids."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        return batch._asdict()  # pyright: ignore
+    known = getattr(batch, "__dict__", None)
+    if isinstance(known, dict) and any(alias in known for alias in ALIASES["input_ids"]):
+        return known
+    return None
+
+
+def _placed(ids: list[Tensor]) -> dict[str, Tensor]:
+    """What unnamed tensors of token ids are by their place: inputs first, targets last, a mask of 0 and 1 between."""
+    masks = [each for each in ids[1:] if len(ids) > 2 and each.device.type == "cpu" and _is_flags(each)]
+    others = [each for each in ids if not any(each is mask for mask in masks)]
+    named = dict(zip(("input_ids", "labels"), others, strict=False))
+    return named | ({"attention_mask": masks[0]} if masks else {})
+
+
+def _is_flags(value: Tensor) -> bool:
+    return bool(((value == 0) | (value == 1)).all())
 
 
 def _positional(inputs: tuple[Any, ...], model: nn.Module) -> dict[str, Any]:
@@ -85,10 +114,31 @@ def _named(values: Mapping[Any, Any]) -> dict[str, Tensor]:
     for name, aliases in ALIASES.items():
         for alias in aliases:
             value = values.get(alias)
-            if isinstance(value, Tensor) and _has_integers(value):
+            if not isinstance(value, Tensor) or value.is_meta or is_wrapped(value):
+                continue
+            if name in MASKS:
+                found[name] = _mask(value)
+                if name == "loss_mask" and value.is_floating_point():
+                    found["loss_weights"] = value
+                break
+            if _has_integers(value):
                 found[name] = value
                 break
     return found
+
+
+def _mask(value: Tensor) -> Tensor:
+    """A mask of any kind as [B, T] or [B, T, T] of integers or bools, without waiting for a device.
+
+    Of floating-point masks those that are added to scores hold 0 where a token is seen and a large negative number
+    where it is not; those that are multiplied, and weights, hold 0 where it is not.
+    """
+    if value.ndim == 4 and value.shape[1] == 1:  # [B, 1, T, T] or [B, 1, 1, T]
+        value = value[:, 0, 0] if value.shape[2] == 1 else value[:, 0]
+    if value.is_floating_point() and value.numel():
+        value = value.detach()
+        return torch.where(value.amin() < -1, value > -1, value != 0)
+    return value
 
 
 def _is_ids(value: Any) -> bool:
@@ -121,24 +171,49 @@ def logits_in(output: Any, depth: int = 0) -> Tensor | None:
     return None
 
 
-def label_layout(ids: Tensor, labels: Tensor, ignore_index: int) -> str | None:
-    """Which token a label names: "unshifted" the one at its position, "shifted" the next; None for neither or both.
+def loss_in(output: Any) -> Tensor | None:
+    """The loss in what a model returned: an attribute or key ``loss``, or a single number among several results."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    candidates = [named] if named is not None else list(output) if isinstance(output, (tuple, list)) else []
+    for each in candidates:
+        if isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point() and not each.is_meta:
+            return each
+    return None
+
+
+class Layout(NamedTuple):
+    """Which token a label names, "unshifted" the one at its position, "shifted" the next; and the rows that differ."""
+
+    name: str | None
+    odd: list[int]
+
+
+def label_layout(ids: Tensor, labels: Tensor, ignore_index: int) -> Layout:
+    """The layout that more than half of the rows show, which one garbled row must not hide; None for neither or both.
 
     Reads the values, so on a device it waits for them.
     """
-    ids, labels = ids.to(labels.device), labels
-    if ids.shape != labels.shape:
-        return None
+    ids = ids.to(labels.device)
+    if ids.shape != labels.shape or ids.ndim != 2 or not ids.numel():
+        return Layout(None, [])
     supervised = labels != ignore_index
-    same = bool(((labels == ids) | ~supervised).all())
+    same = ((labels == ids) | ~supervised).all(1) & supervised.any(1)
     # Cut from longer rows and padded, the last label of a row is a token that its inputs do not hold: the position
     # before the run of equal tokens that ends the row says nothing.
     ends = (ids == ids[:, -1:]).flip(1).cumprod(1).flip(1).bool()
     following = supervised[:, :-1] & ~(ends[:, 1:] & ~ends[:, :-1])
-    shifted = bool(((labels[:, :-1] == ids[:, 1:]) | ~following).all() & following.any())
-    if not bool(supervised.any()) or same == shifted:
-        return None
-    return "unshifted" if same else "shifted"
+    told = following.any(1)
+    shifted = ((labels[:, :-1] == ids[:, 1:]) | ~following).all(1) & told
+    neither = supervised.any(1) & ~same & ~shifted & told
+    either = same & shifted  # one token all along
+    votes = {"unshifted": same & ~either, "shifted": shifted & ~either}
+    counts = [int(each.sum()) for each in (*votes.values(), neither)]
+    name = next((name for name, count in zip(votes, counts, strict=False) if 2 * count > sum(counts)), None)
+    if name is None:
+        return Layout(None, [])
+    other = "shifted" if name == "unshifted" else "unshifted"
+    odd = (neither | votes[other]).nonzero().view(-1).tolist() if sum(counts) > max(counts) else []
+    return Layout(name, odd)
 
 
 def targets_of(labels: Tensor, layout: str | None, ignore_index: int) -> Tensor:
@@ -180,6 +255,32 @@ class Readings:
             self.counted = targets != ignore_index
             wanted = torch.where(self.counted, targets, -1).reshape(-1, 1)
             self.token_loss = self.logsumexp - _pick(flat, wanted).view(ids.shape)
+
+    def per_row(self) -> tuple[Tensor, Tensor] | None:
+        """Mean loss [B] and number of targets [B] of each row; None without labels.
+
+        A NaN loss of a real target stays NaN: which positions count comes from the targets.
+        """
+        if self.token_loss is None or self.counted is None:
+            return None
+        counted = self.counted.sum(dim=1)
+        total = torch.where(self.counted, self.token_loss, 0).sum(dim=1)
+        return total / counted.clamp(min=1), counted
+
+
+def readings_of(
+    output: Any, ids: Tensor, labels: Tensor | None, layout: str | None, ignore_index: int
+) -> tuple[Tensor, Readings] | None:
+    """The logits in what a model returned, and what is kept of them; None where they do not belong to ``ids``."""
+    logits = logits_in(output)
+    if logits is None:
+        return None
+    if logits.ndim == 2 and logits.shape[0] == ids.numel():
+        logits = logits.view(*ids.shape, -1)
+    if logits.ndim != 3 or logits.shape[:2] != ids.shape or not is_readable(logits):
+        return None
+    targets = None if labels is None or layout is None else targets_of(labels, layout, ignore_index)
+    return logits, Readings(logits, ids, targets, ignore_index)
 
 
 def _pieces(flat: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from . import statistics
 from .internals import inside_backward
+from .recompute import Recompute
 from .tape import Row, Tape
 
 # What the model was called with and what it returned: inputs, keywords, output.
@@ -86,6 +87,18 @@ class _Hook:
         return _inert, ()
 
 
+class Outside(Protocol):
+    """What wants to see forwards that belong to no micro-batch."""
+
+    def before(self, module: nn.Module) -> bool:
+        """Whether it wants this one."""
+        ...
+
+    def after(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any) -> None:
+        """It returned."""
+        ...
+
+
 class ModuleHooks:
     """The hooks on one model. ``close`` takes every one of them off again."""
 
@@ -99,6 +112,9 @@ class ModuleHooks:
         self._reduced_later = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
         self.fired: set[str] = set()
         self.recomputes = False
+        self.recompute = Recompute(tape)
+        self.outside: Outside | None = None
+        self._seen_outside = False
         self.compiled = Compiled()
         self.modules: list[str] = []
         self.parameters: dict[int, str] = {}
@@ -125,6 +141,15 @@ class ModuleHooks:
                     hook = self._parameter_hook(clean_name(name))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    def watch_recomputation(self) -> None:
+        """Once it is known to happen: see the random state before every module."""
+        if self.recomputes and not self.recompute.installed:
+            self.recompute.installed = True
+            for name, module in _children_first(self.root):
+                if module is not self.root and not isinstance(module, torch.jit.ScriptModule):
+                    hook = self.recompute.before(clean_name(name))
+                    self._handles.append(module.register_forward_pre_hook(_Hook(hook)))
+
     def begin(self) -> None:
         """Start a micro-batch."""
         self._hooked.clear()
@@ -140,28 +165,39 @@ class ModuleHooks:
         self._handles = []
 
     def _root_begins(self, module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not self._tape.on:
+        if torch.compiler.is_compiling():
             return
+        if not self._tape.on:
+            self._begins_outside(module)
         # An evaluation inside a recorded step is not part of it; a reentrant checkpoint around the whole model is.
-        if not module.training and not torch.is_grad_enabled():
+        elif not module.training and not torch.is_grad_enabled():
             self._tape.on, self._paused = False, True
+            self._begins_outside(module)
         elif not self.call and not inside_backward():
             # What raises inside the model is most often due to what it was called with.
-            self.call.update(inputs=inputs, keywords=keywords)
+            self.call.update(inputs=inputs, keywords=keywords, training=module.training)
+
+    def _begins_outside(self, module: nn.Module) -> None:
+        self._seen_outside = self.outside is not None and not inside_backward() and self.outside.before(module)
 
     def _root_returns(self, module: nn.Module, inputs: Any, keywords: dict[str, Any], output: Any) -> None:
         """Keep references to what the model was called with and returned, until the loss is known."""
         if torch.compiler.is_compiling():
             if self._tape.on:
                 self.call["inputs"], self.call["keywords"], self.call["output"] = inputs, keywords, output
-        elif self._paused:
+            return
+        if self._seen_outside and self.outside is not None:
+            self._seen_outside = False
+            self.outside.after(inputs, keywords, output)
+        if self._paused:
             self._tape.on, self._paused = True, False
         elif self._tape.on and not inside_backward():
             try:
                 # A loss comes from the first call that has a graph; a look without one, before or after, is none of it.
                 graph = torch.is_grad_enabled()
                 if "output" not in self.call or (graph and not self.call.get("graph", True)):
-                    self.call.update(inputs=inputs, keywords=keywords, output=output, graph=graph)
+                    about = {"output": output, "graph": graph, "training": module.training}
+                    self.call.update(inputs=inputs, keywords=keywords, **about)
                 if not has_children(module):  # a model of one module: its output is its only activation
                     self._measure("output", output)
             except Exception as error:
@@ -185,6 +221,8 @@ class ModuleHooks:
     def _measure(self, name: str, output: Any) -> None:
         self.fired.add(name)
         tape = self._tape
+        if self.recompute.on:
+            self.recompute.after(name, output)
         if inside_backward():
             # Activation checkpointing runs the module again inside backward. Its values were measured in forward;
             # only the reentrant kind, whose first run had no graph, gets its gradients from this second one.

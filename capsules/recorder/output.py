@@ -7,7 +7,6 @@ import math
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..writer import CapsuleWriter
@@ -69,13 +68,15 @@ class Output:
             self._learning_rate = rate
         ordered = sorted([*begins, *window.events], key=lambda event: event["t"])
         self.writer.records("events", ordered)
-        samples = [sample for micro in window.micros for sample in self._samples(window.step, micro)]
+        samples = [sample for micro in window.micros for sample in sample_records(micro, window.step, "train")]
         if samples:
             self.writer.records("samples", samples[:MOST_SAMPLES])
         microbatches = [
             self._microbatch(window.step, micro, count) for micro, count in zip(window.micros, tokens, strict=True)
         ]
         self.writer.records("microbatches", microbatches)
+        if window.recomputed:
+            self.writer.records("recompute", window.recomputed)
 
     def ring(self, ring: Ring) -> None:
         """Every batch of the ring that is not on disk yet, with the random state it began in."""
@@ -107,19 +108,9 @@ class Output:
             begin["batch_sha256"] = hashlib.sha256("\n".join(micro.row_digests).encode()).hexdigest()
         if micro.cursor is not None:
             begin["data_cursor"] = micro.cursor
+        if micro.training_mode is not None:
+            begin["training_mode"] = micro.training_mode
         return begin
-
-    def _samples(self, step: int, micro: Micro) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for index, (digest, length) in enumerate(zip(micro.row_digests, micro.row_lengths, strict=True)):
-            sample: dict[str, Any] = {"step": step, "sha256": digest, "split": "train", "length": length}
-            if micro.sample_ids is not None and index < len(micro.sample_ids):
-                sample["id"] = micro.sample_ids[index]
-            # NaN is evidence where the row had tokens to predict, and nothing where it had none.
-            if micro.sample_loss is not None and micro.sample_tokens and micro.sample_tokens[index] > 0:
-                sample |= {"loss": micro.sample_loss[index], "loss_tokens": int(micro.sample_tokens[index])}
-            found.append(sample)
-        return found
 
     def _microbatch(self, step: int, micro: Micro, tokens: int | None) -> dict[str, Any]:
         record: dict[str, Any] = {"step": step, "micro": micro.index}
@@ -127,6 +118,8 @@ class Output:
             record["tokens"] = tokens
         if self._accumulation is not None:
             record["window"] = self._accumulation
+        if micro.odd_rows:
+            record["odd_rows"] = micro.odd_rows
         if micro.sample_loss is not None and micro.sample_tokens:
             pairs = zip(micro.sample_loss, micro.sample_tokens, strict=True)
             record["loss_sum"] = sum(loss * count for loss, count in pairs if count > 0)
@@ -139,20 +132,36 @@ class Output:
         return record
 
 
+def sample_records(micro: Micro, step: int, split: str) -> list[dict[str, Any]]:
+    """Records of the rows of a micro-batch whose losses have been read."""
+    found: list[dict[str, Any]] = []
+    for index, (digest, length) in enumerate(zip(micro.row_digests, micro.row_lengths, strict=True)):
+        sample: dict[str, Any] = {"step": step, "sha256": digest, "split": split, "length": length}
+        if micro.sample_ids is not None and index < len(micro.sample_ids):
+            sample["id"] = micro.sample_ids[index]
+        # NaN is evidence where the row had tokens to predict, and nothing where it had none.
+        if micro.sample_loss is not None and micro.sample_tokens and micro.sample_tokens[index] > 0:
+            sample |= {"loss": micro.sample_loss[index], "loss_tokens": int(micro.sample_tokens[index])}
+        found.append(sample)
+    return found
+
+
+def read_rows(micro: Micro) -> None:
+    """Take digests and lengths of the rows (copies ids from a device)."""
+    ids = micro.arrays.get("input_ids")
+    if ids is not None and ids.ndim == 2 and ids.shape[0] <= MOST_SAMPLES:
+        mask = micro.arrays.get("attention_mask")
+        micro.row_digests, micro.row_lengths = digests(ids.cpu(), None if mask is None else mask.cpu())
+
+
 def read_samples(window: Window) -> None:
-    """Ask for the mean loss of each sample, and take digests and lengths of the rows (copies ids from a device)."""
+    """Ask for the mean loss of each sample, and take digests and lengths of the rows."""
     for micro in window.micros:
-        readings = micro.readings
-        if readings is not None and readings.token_loss is not None and readings.counted is not None:
-            # A NaN loss of a real target must stay NaN: which positions count comes from the targets.
-            counted = readings.counted.sum(dim=1)
-            total = torch.where(readings.counted, readings.token_loss, 0).sum(dim=1)
-            window.waiting.append((total / counted.clamp(min=1), lambda v, m=micro: setattr(m, "sample_loss", v)))
-            window.waiting.append((counted, lambda v, m=micro: setattr(m, "sample_tokens", v)))
-        ids = micro.arrays.get("input_ids")
-        if ids is not None and ids.ndim == 2 and ids.shape[0] <= MOST_SAMPLES:
-            mask = micro.arrays.get("attention_mask")
-            micro.row_digests, micro.row_lengths = digests(ids.cpu(), None if mask is None else mask.cpu())
+        rows = None if micro.readings is None else micro.readings.per_row()
+        if rows is not None:
+            window.waiting.append((rows[0], lambda v, m=micro: setattr(m, "sample_loss", v)))
+            window.waiting.append((rows[1], lambda v, m=micro: setattr(m, "sample_tokens", v)))
+        read_rows(micro)
 
 
 def standard_scalars(window: Window, tokens: list[int | None]) -> dict[str, float]:

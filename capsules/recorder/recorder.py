@@ -11,9 +11,6 @@
 It measures and never changes: no random number is drawn, no gradient touched, no collective called, nothing raised.
 """
 
-# pyright: reportPrivateUsage=false
-# ``Step`` is the half of ``Recorder`` that the loop holds in its hand.
-
 from __future__ import annotations
 
 import atexit
@@ -21,7 +18,8 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,13 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from ..writer import CapsuleWriter
-from . import describe, environment, optimizer, rendezvous
+from . import describe, environment, facts, optimizer, rendezvous
+from .between import Between
 from .device import DeviceScalars
+from .evaluation import Pass
 from .finish import Finisher, said_by
 from .hooks import ModuleHooks
 from .loop import Loop
 from .ring import Micro, RandomState
 from .signals import Signals
+from .step import Step
 from .tape import Tape
 from .triggers import Trigger
 from .window import Window
@@ -64,6 +65,8 @@ class Recorder:
         keep_batches: windows kept in the ring.
         statistics_every: full statistics each so many windows, where that differs from ``every``; 1 is every step.
         whole_updates: measure the update of all parameters rather than of a sample of at most 64 MB; copies them all.
+        contract: write ``llmconsole-contract.json`` (digests of tokenizer and template, dtype, special ids, sampling)
+            beside each checkpoint that the loop saves. One that lies beside a loaded checkpoint is always read.
         max_bytes: size of this rank's directory at which recording ends with a warning.
         phase: of the capsule.
         title: of the capsule; without one the run's name, else the name of the script.
@@ -83,6 +86,7 @@ class Recorder:
         keep_batches: int = 4,
         statistics_every: int | None = None,
         whole_updates: bool = False,
+        contract: bool = False,
         max_bytes: int = 4 << 30,
         phase: str = "training",
         title: str = "",
@@ -95,10 +99,12 @@ class Recorder:
         self._next_step = 0
         self._patience = UNSEEN_MICROS
         self._left = time.perf_counter()
+        self._look_again = False
         try:
             self._every = max(int(every), 1)
             self._statistics_every = max(int(statistics_every or every), 1)
             self._keep = int(keep_batches)
+            self._contract = bool(contract)
             self._open(directory, model, optimizer, config, tokenizer, manifest, phase, title, whole_updates, max_bytes)
         except Exception as error:
             log.warning("not recording: %s: %s", type(error).__name__, said_by(error).split("\n")[0])
@@ -124,7 +130,7 @@ class Recorder:
         given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         named = [each for each in given if hasattr(each, "param_groups")]
         rank, world_size = rendezvous.rank_and_world()
-        fields = self._manifest(model, named, config, tokenizer, manifest or {}, rank, world_size)
+        fields = facts.manifest(model, named, config, tokenizer, manifest or {}, (rank, world_size), self._attempt)
         training: Any = fields.get("training", {})
         ignore_index = int(training.get("ignore_index", -100))
         path = rendezvous.capsule_path(directory, rank, world_size)
@@ -150,43 +156,13 @@ class Recorder:
         self._finisher = Finisher(
             writer, self._loop, DeviceScalars(device), rank, self._attempt, training, self._keep, max_bytes
         )
+        self._between = Between(writer, self._loop, self._finisher, fields, tokenizer, self._contract, self._attempt)
         self._signals = Signals(self._signalled)
         optimizer.attach(self._loop)
         self.recording = True
         this = weakref.ref(self)
         self._at_exit: Callable[[], None] = lambda: (it := this()) and it.close()
         atexit.register(self._at_exit)
-
-    def _manifest(
-        self,
-        model: nn.Module,
-        optimizers: list[Any],
-        config: Any,
-        tokenizer: Any,
-        given: Mapping[str, Any],
-        rank: int,
-        world_size: int,
-    ) -> dict[str, Any]:
-        resolved = describe.as_mapping(config)
-        found: dict[str, Any] = {}
-
-        def add(part: str, make: Callable[[], Any]) -> None:
-            def run() -> None:
-                found[part] = make()
-
-            self._attempt(part, run)
-
-        add("run", lambda: environment.run(rank, world_size))
-        add("environment", environment.environment)
-        add("placement", lambda: environment.placement(model, rank))
-        add("config", lambda: describe.plain(resolved))
-        if any(True for _ in model.parameters()):
-            add("identity", lambda: describe.identity(model, tokenizer))
-            add("model", lambda: describe.model_facts(model, resolved))
-        if tokenizer is not None:
-            add("tokenizer", lambda: describe.tokenizer_facts(tokenizer))
-        add("training", lambda: {"optimizer": describe.optimizer_facts(optimizers)} if optimizers else {})
-        return describe.merged({part: value for part, value in found.items() if value}, dict(given))
 
     # -- the loop
 
@@ -200,6 +176,42 @@ class Recorder:
             step: number of the optimizer window, to go on counting after a resume; else one more than the last.
         """
         return Step(self, batch, sample_ids, cursor, step)
+
+    @contextmanager
+    def evaluation(self, name: str | None = None) -> Iterator[Pass]:
+        """An evaluation pass, as a context manager; without it one is found where the model runs outside a step.
+
+        Args:
+            name: of the data; the mean of the batches' losses becomes ``eval_loss``, for other names than
+                "validation" ``eval_loss/NAME``.
+
+        Yields:
+            The pass, whose ``batch(batch, sample_ids)`` takes what the model is not called with.
+        """
+        begun = Pass(0, 0, name)
+        if self._alive():
+            with self._signals:
+                made: list[Pass] = []
+                self._attempt("evaluation", lambda: made.append(self._between.evaluations.begin(name)))
+                begun = made[0] if made else begun
+        try:
+            yield begun
+        finally:
+            if self._alive():
+                with self._signals:
+                    self._attempt("evaluation", self._between.evaluations.end)
+
+    def log(self, step: int | None = None, **values: Tensor | float) -> None:
+        """Scalars by name at any time: of ``step``, else of the window that is open, else of the last one."""
+        if self._alive():
+            with self._signals:
+                self._attempt("log", lambda: self._between.log(values, step))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """An event that cannot be seen from here (``mixture_changed``, ``weights_updated`` …) with its fields."""
+        if self._alive():
+            with self._signals:
+                self._attempt("events", lambda: self._between.event(kind, fields))
 
     def trigger(self, kind: str = "manual", message: str = "") -> None:
         """Keep the current window (or the last one, between two) whole, and say why."""
@@ -219,6 +231,7 @@ class Recorder:
         with self._signals:
             if self._loop.window is not None:
                 self._finish()
+            self._attempt("close", self._between.close)
             self._attempt("close", self._finisher.close)
             self._take_off()
 
@@ -248,6 +261,8 @@ class Recorder:
             loop.window = Window(step, everything, due=first or step % self._every == 0)
             self._tape.clear()
             self._tape.everything = everything
+            self._between.begin(loop.window)
+            self._look_at_recomputation(everything)
             if self._finisher.windows < 2 or not self._finisher.saw_gradients:
                 self._attempt("activations and gradients", self._hooks.watch_parameters)
         window = loop.window
@@ -260,9 +275,19 @@ class Recorder:
             self._attempt("cursors", lambda: setattr(micro, "cursor", describe.cursor(handle.cursor)))
         self._attempt("random state", lambda: setattr(micro, "random", RandomState.capture()))
         self._hooks.begin()
+        self._hooks.recompute.begin(self._look_again)
         self._tape.begin(micro.index)
         loop.inside = True
         self._tape.on = "activations and gradients" not in self._disabled
+
+    def _look_at_recomputation(self, everything: bool) -> None:
+        def look() -> None:
+            fresh = not self._hooks.recompute.installed
+            self._hooks.watch_recomputation()
+            installed = self._hooks.recompute.installed
+            self._look_again = installed and (fresh or everything)
+
+        self._attempt("recomputation", look)
 
     def _end(self, error: BaseException | None) -> None:
         loop = self._loop
@@ -349,6 +374,7 @@ class Recorder:
         self._hooks.close()
         if was_open:
             optimizer.detach(self._loop)
+            self._between.end()
             self._loop.window = None
             self._finisher.abandon()
             self._signals.close()
@@ -357,37 +383,3 @@ class Recorder:
     def _signalled(self, name: str, final: bool) -> None:
         if self._alive():
             self._attempt("signal", lambda: self._finisher.signalled(name, final, self._loop.window))
-
-
-class Step:
-    """One micro-batch under way; made by ``Recorder.step``."""
-
-    def __init__(self, recorder: Recorder, batch: Any, sample_ids: Any, cursor: Any, number: int | None) -> None:
-        self._recorder = recorder
-        self.batch = batch
-        self.sample_ids = sample_ids
-        self.cursor = cursor
-        self.number = number
-
-    def __enter__(self) -> Self:
-        self._run(lambda: self._recorder._begin(self))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._run(lambda: self._recorder._end(error))
-
-    def loss(self, loss: Tensor | float) -> None:
-        """The loss of this micro-batch, where backward does not show it or shows it divided."""
-        self._run(lambda: self._recorder._loop.told(loss))
-
-    def log(self, **values: Tensor | float) -> None:
-        """Scalars of one's own, by name; a standard name takes the place of what the recorder found."""
-        self._run(lambda: self._recorder._loop.log(values))
-
-    def _run(self, action: Callable[[], None]) -> None:
-        recorder = self._recorder
-        if recorder._alive():
-            with recorder._signals:
-                recorder._attempt("steps", action)

@@ -55,6 +55,8 @@ class Micro:
     arrays: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     keys: list[str] | None = None
     layout: str | None = None
+    odd_rows: list[int] = field(default_factory=list[int])  # rows of another label layout, or of none
+    training_mode: bool | None = None  # of the model, in the forward that has a graph
     readings: Readings | None = None
     has_graph: bool = False  # the readings are of a forward whose output a backward can start from
     logits: Tensor | None = None
@@ -130,11 +132,15 @@ def host(tensor: Tensor) -> Any:
 def evidence(micro: Micro) -> dict[str, Any]:
     """The keywords of ``CapsuleWriter.batch`` for one micro-batch."""
     found: dict[str, Any] = {name: host(tensor) for name, tensor in micro.arrays.items()}
+    weights = found.get("loss_weights")
+    if weights is not None and bool(((weights == 0) | (weights == 1)).all()):
+        del found["loss_weights"]  # the mask says it all
     found |= {
         "sample_ids": micro.sample_ids,
         "reported_loss": micro.reported,
         "label_layout": micro.layout,
         "keys": micro.keys,
+        "odd_rows": micro.odd_rows or None,
         "loss_dtype": micro.loss_dtype,
     }
     readings = micro.readings

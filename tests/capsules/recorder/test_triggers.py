@@ -185,7 +185,15 @@ class TestLawfulInfinities:
         assert capsule.scalars("overflow").value[0] == 1.0
         assert capsule.scalars("loss_scale").value[0] == 2.0**127
         kinds = [event["kind"] for event in capsule.records("events") if event["step"] == 0]
-        assert kinds == ["step_begin", "backward", "unscale", "finite_check", "optimizer_step_skipped", "scaler_update"]
+        assert kinds == [
+            "step_begin",
+            "backward",
+            "unscale",
+            "finite_check",
+            "optimizer_step_skipped",
+            "scaler_update",
+            "zero_grad",
+        ]
 
     def test_the_same_overflow_without_a_scaler_is_an_incident(self, run: Any, gpt: Any) -> None:
         recording = run()
