@@ -10,6 +10,7 @@ from ..jsonio import decode
 from ..limits import MAX_JSON_DEPTH
 
 _BLANK = " \t\r\n"
+_AFTER_NUMBERS = frozenset(_BLANK + ",]}")
 _decoder = json.JSONDecoder()
 
 
@@ -47,8 +48,8 @@ def _prefix(text: str, at: int, depth: int) -> tuple[Any, int]:
         value, end = _decoder.raw_decode(text, at)
     except (ValueError, RecursionError):
         value, end = None, -1
-    # A number that ends with the text may have lost its last digits.
-    if end >= 0 and (end < len(text) or text[end - 1] in '}]"'):
+    # A number that nothing follows, or the tear, may have lost its last digits.
+    if end >= 0 and (text[end - 1] in '}]"' or text[end : end + 1] in _AFTER_NUMBERS):
         return value, end
     if depth >= MAX_JSON_DEPTH or at >= len(text) or text[at] not in "{[":
         raise ValueError("no value")
