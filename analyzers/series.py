@@ -180,13 +180,13 @@ def spread(values: Floats) -> tuple[float, float]:
 
 
 def noise(values: Floats) -> float:
-    """Robust standard deviation of a curve around its own trend, from differences of neighbours (σ√2 each).
+    """Robust standard deviation of a curve around its own trend, from second differences (σ√6 each).
 
-    Never below what rounding to the printed decimals adds.
+    A straight trend adds nothing to it, however steep. Never below what rounding to the printed decimals adds.
     """
     if values.size < 3:
         return math.nan
-    scatter = float(np.median(np.abs(np.diff(values)))) * MAD_TO_SIGMA / math.sqrt(2)
+    scatter = float(np.median(np.abs(np.diff(values, 2)))) * MAD_TO_SIGMA / math.sqrt(6)
     return max(scatter, resolution(values) / math.sqrt(12))
 
 

@@ -4,6 +4,28 @@ One module a theme; a new rule goes into the theme it belongs to or a module of 
 are in ``thresholds``; ``symptoms`` says when a run left its path, which several rules need to agree on.
 """
 
-from . import learning_rate, nonfinite, overflow, spikes
+from . import (
+    convergence,
+    gradients,
+    layers,
+    learning_rate,
+    nonfinite,
+    overfitting,
+    overflow,
+    precision,
+    reporting,
+    spikes,
+)
 
-__all__ = ["learning_rate", "nonfinite", "overflow", "spikes"]
+__all__ = [
+    "convergence",
+    "gradients",
+    "layers",
+    "learning_rate",
+    "nonfinite",
+    "overfitting",
+    "overflow",
+    "precision",
+    "reporting",
+    "spikes",
+]

@@ -108,3 +108,87 @@ TRAJECTORY: Final = 6
 #: Loss scale at which there is nothing left to halve, and the halvings in a row that lead there.
 SCALE_FLOOR: Final = 2.0
 MIN_HALVINGS: Final = 5
+
+# Gradients that are absent or next to nothing.
+#: Reported norms of exactly 0 in a row that are more than a hiccup; two suffice where they lie this far apart.
+ZERO_NORM_POINTS: Final = 3
+ZERO_NORM_SPAN: Final = 5
+#: … and that leave no doubt.
+ZERO_NORM_SURE: Final = 5
+#: A first step up to this one is the beginning of the run.
+RUN_START: Final = 10
+#: Fall of the loss, as a share of its level at the start, below which it counts as flat.
+FLAT_LOSS: Final = 0.01
+#: Share of the loss at the start below which nothing is left to learn.
+CONVERGED_SHARE: Final = 0.02
+#: Gradient norm or mean magnitude of a gradient that moves nothing: ten times Adam's usual epsilon.
+VANISHING: Final = 1e-7
+VANISHING_RECORDS: Final = 3
+#: Growth over the small records that shows a gradient on its way up (an adapter's first factor).
+VANISHING_GROWS: Final = 3.0
+#: Share of what the other parameters get that is vanishing and not merely small.
+VANISHING_SHARE: Final = 1e-3
+#: Gradient norm of a model that does train, however small its single elements: 1e-7 · √(10⁹) = 0.003.
+NORM_ALIVE: Final = 1e-4
+
+# Too few bits.
+#: Share of subnormal among the non-zero gradient elements of the median tensor that is underflow by itself.
+SUBNORMAL_SHARE: Final = 0.5
+#: Rise of the share of zero and subnormal elements, and the subnormal share that tells it from structural zeros.
+UNDERFLOW_RISE: Final = 0.2
+SUBNORMAL_TRACE: Final = 0.05
+#: Error of rounding a result once, in units of roundoff (root mean square of a uniform half unit: 0.43 measured).
+ROUNDED_ONCE: Final = 0.45
+#: Scatter of row scales, in units of roundoff: a rounded mean or root leaves 0.45 to 0.53, rounding the result alone
+#: up to 0.17 (a scale next to 1 is snapped to 1). And the rows it takes.
+NORM_SCALE: Final = 0.3
+NORM_ROWS: Final = 8
+
+# Single layers.
+#: Steps back from the end of the record in which growth counts, and the fewest records of a layer.
+TRACK_WINDOW: Final = 500
+TRACK_RECORDS: Final = 5
+#: Fewest layers among which one can stand alone.
+TRACKS: Final = 4
+#: Growth of a layer, and how much faster it must be than nine tenths of the others.
+OUTLIER_GROWTH: Final = 10.0
+OUTLIER_ALONE: Final = 4.0
+#: Records in a row with nothing but zeros: after others, and where there were no others.
+DEAD_RECORDS: Final = 3
+DEAD_FROM_START: Final = 5
+
+# Overfitting.
+#: Fewest evaluations, and fewest of them after the best.
+EVALUATIONS: Final = 3
+EVALUATIONS_AFTER: Final = 2
+#: Rise above the best, as its share and in units of the evaluations' own scatter.
+OVERFIT_RISE: Final = 0.02
+OVERFIT_SIGMA: Final = 3.0
+#: Fall of the training loss over the same steps, as a share.
+TRAIN_FALL: Final = 0.02
+
+# Convergence.
+#: Fewest losses of a run, and the share of them at its end, over which progress is judged.
+CONVERGENCE_POINTS: Final = 60
+CONVERGENCE_TAIL: Final = 0.5
+#: Divergence: rise above the lowest level, as its share and in standard deviations, and the part of the run
+#: that rises.
+DIVERGENCE_RISE: Final = 0.1
+DIVERGENCE_SIGMA: Final = 6.0
+DIVERGENCE_TAIL: Final = 1 / 3
+#: Plateau: the largest fall over the tail that the interval allows, as a share of the level; the level beside the
+#: start.
+PLATEAU_FALL: Final = 0.02
+PLATEAU_LEVEL: Final = 0.5
+#: A first loss from which a run is taken to start from scratch, where nothing declares it (nats; ln V of 256 is 5.5).
+SCRATCH_LOSS: Final = 5.0
+#: Learning rate, as a share of its maximum, below which nothing is expected to move.
+RATE_SPENT: Final = 0.1
+#: Oscillation: noise of the tail as a share of its level, and beside what the spread of the samples explains.
+OSCILLATION_NOISE: Final = 0.1
+OSCILLATION_EXCESS: Final = 3.0
+#: … or beside the calmest stretch before; or correlation of neighbours (0 for noise, −1 for values that alternate).
+OSCILLATION_GROWN: Final = 4.0
+ALTERNATION: Final = -0.5
+#: A loss below this is no cross-entropy in nats (policy gradients, rewards) and is not judged.
+LOSS_LIKE: Final = 0.05
