@@ -80,6 +80,8 @@ def text(data: bytes, field: Field) -> str:
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     """Value and the position after it."""
+    if at < end and data[at] < 0x80:  # nearly all of them
+        return data[at], at + 1
     value = shift = 0
     for place in range(at, min(at + _LONGEST_VARINT, end)):
         byte = data[place]
