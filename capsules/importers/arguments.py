@@ -33,7 +33,8 @@ def stated_by(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precision(arguments: Mapping[str, Any]) -> str | None:
-    fp16, bf16 = _flag(arguments.get("fp16")), _flag(arguments.get("bf16"))
+    fp16 = _either(arguments, "fp16", "fp16_enabled")
+    bf16 = _either(arguments, "bf16", "bfloat16_enabled")
     if fp16 is None and bf16 is None:
         return None
     return "fp16-mixed" if fp16 else "bf16-mixed" if bf16 else "fp32"
@@ -46,7 +47,8 @@ def _accumulation(arguments: Mapping[str, Any]) -> int | None:
         return given
     names = ("global_batch_size", "micro_batch_size", "data_parallel_size")
     whole, micro, ranks = (_count(arguments.get(name)) for name in names)
-    if not whole or not micro or not ranks or whole % (micro * ranks):
+    ramps = arguments.get("rampup_batch_size") not in (None, "None")
+    if not whole or not micro or not ranks or ramps or whole % (micro * ranks):
         return None
     return whole // (micro * ranks)
 
@@ -68,6 +70,11 @@ def _count(value: Any) -> int | None:
 
 def _flag(value: Any) -> bool | None:
     return {"true": True, "false": False}.get(str(value).lower()) if isinstance(value, bool | str) else None
+
+
+def _either(arguments: Mapping[str, Any], *names: str) -> bool | None:
+    found = [flag for name in names if (flag := _flag(arguments.get(name))) is not None]
+    return any(found) if found else None
 
 
 def _words(value: Any) -> str | None:
@@ -111,6 +118,9 @@ _FIELDS.update(
         "micro_batch_size": ("training.micro_batch", _count),
         "per_device_train_batch_size": ("training.micro_batch", _count),
         "seq_length": ("training.max_length", _count),
+        "train_micro_batch_size_per_gpu": ("training.micro_batch", _count),
+        "gradient_clipping": ("training.max_grad_norm", _above_zero),
+        "decoupled_weight_decay": ("training.optimizer.decoupled", _flag),
         "clip_grad": ("training.max_grad_norm", _above_zero),
         "max_grad_norm": ("training.max_grad_norm", _above_zero),
         "num_train_epochs": ("training.epochs", _above_zero),

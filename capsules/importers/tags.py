@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from ..limits import GIB
+from .names import standard
 
 
 class Named(NamedTuple):
@@ -16,21 +17,8 @@ class Named(NamedTuple):
     unit: str = ""
 
 
-#: Tags by producer. Where one name is given several times, the first tag met in a file gets it.
+#: Tags by producer; what several of them write (``train/loss``, ``lr``) is in ``names``.
 _STANDARD: dict[str, Named] = {
-    # any loop
-    **{tag: Named("loss") for tag in ("loss", "train_loss", "training_loss", "loss/train", "train/loss_step")},
-    **{tag: Named("eval_loss") for tag in ("eval_loss", "val_loss", "validation_loss", "valid_loss", "loss/val")},
-    **{
-        tag: Named("eval_loss") for tag in ("val/loss", "valid/loss", "validation/loss", "loss/validation", "loss/eval")
-    },
-    **{tag: Named("learning_rate") for tag in ("lr", "learning_rate", "train/lr", "lr-adamw", "lr-adam", "lr-sgd")},
-    **{tag: Named("grad_norm") for tag in ("grad_norm", "gradient_norm", "train/gradnorm", "train/gradient_norm")},
-    # transformers, trl, accelerate
-    "train/loss": Named("loss"),
-    "eval/loss": Named("eval_loss"),
-    "train/grad_norm": Named("grad_norm"),
-    "train/learning_rate": Named("learning_rate"),
     # Megatron-LM and its forks
     "lm loss": Named("loss"),
     "lm-loss": Named("loss"),
@@ -81,8 +69,11 @@ class Names:
         named = self._known.get(tag)
         if named is None:
             lower = re.sub(r"\s+", " ", tag.strip().lower())
-            nested = lower.replace(".", "/")  # W&B joins nested keys by dots
-            named = _OWN.get(lower) or _STANDARD.get(lower) or _STANDARD.get(nested) or Named(tag or "(no tag)")
+            named = _OWN.get(lower) or _STANDARD.get(lower)
+            if named is None:
+                nested = lower.replace(".", "/")  # W&B joins nested keys by dots
+                common = standard(nested)
+                named = Named(tag or "(no tag)" if common == nested else common)
             if self._taken.setdefault(named.name, tag) != tag:
                 named = Named(tag)
                 self._taken.setdefault(tag, tag)
