@@ -98,16 +98,15 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
         raise EvidenceError("no file was given to import")
     order = importers()
     found.sort(key=lambda each: order.index(each[1]))  # stable: files of one format stay in order
-    formats = list(dict.fromkeys(importer.FORMAT for _, importer in found))
     path = _free(Path(target), Path(paths[0]).name)
     manifest: dict[str, Any] = {
         "id": _identity([source for source, _ in found]),
         "title": Path(paths[0]).name,
         "phase": "training",
-        "trigger": {"kind": "imported", "message": f"read from {', '.join(formats)}"},
+        "trigger": {"kind": "imported"},
     }
     problems: list[str] = []
-    with CapsuleWriter(path, manifest=manifest, producer=f"llmconsole importer of {', '.join(formats)}") as writer:
+    with CapsuleWriter(path, manifest=manifest) as writer:
         run = Run(writer)
         listed: list[dict[str, Any]] = []
         for source, importer in found:
@@ -123,7 +122,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
                     "path": os.fspath(source.path),
                     "bytes": source.size,
                     "modified": source.modified,
-                    "format": importer.FORMAT,
+                    "format": run.format or importer.FORMAT,
                     "notes": [*notes, *([problem] if problem else [])],
                 }
             )
@@ -134,6 +133,8 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
                 writer.update({field: value})
             except EvidenceError as error:  # a log can state anything
                 problems.append(f"{error.what} ({error.where})")
+        kinds = ", ".join(dict.fromkeys(each["format"] for each in listed))
+        writer.update({"producer": f"llmconsole, from {kinds}", "trigger": {"message": f"read from {kinds}"}})
         writer.update({"imported": {"files": listed, "points": run.points, "records": run.records}})
     if problems and not run.points and not run.records:
         raise EvidenceError(problems[0])

@@ -47,12 +47,14 @@ class Run:
         rank: the rank of what is written next, unless a call names one.
         points: rows of series written so far.
         records: records written so far.
+        format: what a person would call the file that is read, more exactly than the importer's name; may be empty.
     """
 
     def __init__(self, writer: CapsuleWriter) -> None:
         self.rank = 0
         self.points = 0
         self.records = 0
+        self.format = ""
         self.notes: dict[str, int] = {}
         self.stated: dict[str, Any] = {}
         self._writer = writer
@@ -80,6 +82,7 @@ class Run:
         self._asked.clear()
         self._columns.clear()
         self._part, self._side = part, side
+        self.format = ""
         self.rank = self._kept_rank(rank)
 
     # -- evidence

@@ -34,6 +34,7 @@ class Source:
         size: bytes on disk.
         modified: Unix seconds of the last modification.
         notes: what a reader of the result should know (a torn archive, cut lines, NUL bytes); grows while reading.
+        unended: whether the line that ``lines`` yields now is the last one, and its end is missing: it may be torn.
 
     Raises:
         EvidenceError: there is no such file, it cannot be opened, or it is no regular file.
@@ -42,6 +43,7 @@ class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.notes: dict[str, int] = {}
+        self.unended = False
         try:
             with self._raw() as file:
                 state = os.fstat(file.fileno())
@@ -126,6 +128,7 @@ class Source:
         A carriage return ends a line as well: progress bars and Windows write it.
         """
         rest = b""
+        self.unended = False
         for chunk in self.chunks():
             if b"\0" in chunk:
                 self.note("NUL bytes were taken out", chunk.count(0))
@@ -142,6 +145,7 @@ class Source:
             yield from lines
             rest = self._bounded(last)
         if rest:
+            self.unended = True
             yield rest
 
     def _bounded(self, line: bytes) -> bytes:

@@ -1,17 +1,76 @@
-"""Text logs."""
+"""Text logs of training programs: every line that any of them is known to print is used, whoever prints beside it."""
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
+from ..limits import MIB
+from .logs import Log, programs
 from .run import Run
 from .source import Source
 
 FORMAT = "training log"
 
+#: How far into a text file, beyond head and tail, a known line is looked for: set-up can print ten thousand lines.
+_SEARCHED = 8 * MIB
+#: Bytes of a line that readers see; no line of a program is longer, and patterns stay quick.
+_SEEN = 16 * 1024
+_ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+#: Signs after which a last line without its end is complete all the same.
+_CLOSED = b"|%})]"
+
 
 def sniff(source: Source) -> bool:
-    """Not yet."""
+    """Whether any known line is in the head, the tail or the first megabytes."""
+    if not source.text:
+        return False
+    signs = _signs()
+    if any(signs.search(_ANSI.sub(b"", part)) for part in (source.head, source.tail)):
+        return True
+    read, kept = 0, b""
+    for chunk in source.chunks():
+        if signs.search(kept + _ANSI.sub(b"", chunk)):
+            return True
+        kept = chunk[-4096:]
+        read += len(chunk)
+        if read > _SEARCHED:
+            return False
     return False
 
 
 def read(source: Source, out: Run) -> None:
-    """Not yet."""
+    """Every known line, in file order."""
+    log = Log(out)
+    known = programs()
+    readers = [program.Lines(log) for program in known]
+    used = [0] * len(readers)
+    asked = [(at, reader, reader.marks, reader.take) for at, reader in enumerate(readers)]
+    for raw in source.lines():
+        if source.unended and raw[-1:] not in _CLOSED:
+            out.note("the last line has no end: it may be torn, and was left out")
+            break
+        if b"\x1b" in raw:
+            raw = _ANSI.sub(b"", raw)
+        line = ""
+        for at, reader, marks, take in asked:
+            for mark in marks:
+                if mark in raw:
+                    break
+            else:
+                if not reader.open:
+                    continue
+            line = line or log.owner(raw[:_SEEN].decode("utf-8", "replace"))
+            if take(line):
+                used[at] += 1
+                break
+    for reader in readers:
+        reader.close()
+    names = [program.FORMAT for program, lines in zip(known, used, strict=True) if lines and program.FORMAT]
+    out.format = f"log of {', '.join(names)}" if names else FORMAT
+
+
+@cache
+def _signs() -> re.Pattern[bytes]:
+    """Any line that is certain to come from a training program, or from one that failed."""
+    return re.compile(rb"|".join(rb"(?:%s)" % program.SIGN for program in programs() if program.SIGN))

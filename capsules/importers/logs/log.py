@@ -1,0 +1,137 @@
+"""What the readers of a log's lines share: where the run stands, who prints, how numbers and times are written."""
+
+from __future__ import annotations
+
+import calendar
+import re
+from typing import Any, Protocol
+
+from ..run import Run
+
+#: A number as programs print it: thousands separators, exponents, nan and inf.
+NUMBER = r"[-+]?(?:\d[\d,_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|inf(?:inity)?)"
+
+_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+#: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), srun -l (``3: ``), mpirun (``[1,3]<stdout>:``).
+_WHO = re.compile(r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}): ) ?")
+_BYTES = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class Reader(Protocol):
+    """Reads the lines of one program.
+
+    Attributes:
+        marks: bytes of which one is in every line that the reader knows.
+    """
+
+    marks: tuple[bytes, ...]
+
+    @property
+    def open(self) -> bool:
+        """Whether the reader waits for the lines that follow, whatever is in them."""
+        ...
+
+    def take(self, line: str) -> bool:
+        """Use a line; say whether it was one of this program's."""
+        ...
+
+    def close(self) -> None:
+        """The log ends here."""
+        ...
+
+
+class Stateless:
+    """A reader to which a line is a line, whatever came before."""
+
+    open = False
+
+    def close(self) -> None:
+        """Nothing waits for the end."""
+
+
+class Log:
+    """One log while it is read.
+
+    Attributes:
+        run: where evidence goes.
+        rank: who printed the line that is read now; 0 where the line does not say.
+        step: the last training step that any line spoke of.
+        leader: the program whose lines report training steps; empty before the first.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.home = run.rank
+        self.rank = run.rank
+        self.step: int | None = None
+        self.leader = ""
+        self._day, self._midnight = ("", "", ""), 0
+
+    def scalar(
+        self, name: str, step: int, value: float, time: float | None = None, unit: str = "", side: str | None = None
+    ) -> None:
+        """One point of the rank that prints."""
+        self.run.scalar(name, step, value, time, unit, side, self.rank)
+
+    def event(self, kind: str, *, rank: int | None = None, step: int | None = None, **fields: Any) -> None:
+        """An event at ``step``, else where the run stands."""
+        at = self.step if step is None else step
+        self.run.event(kind, step=at, rank=self.rank if rank is None else rank, **fields)
+
+    def reached(self, step: int, by: str) -> None:
+        """A program logged a training step."""
+        self.step = step
+        self.leader = self.leader or by
+
+    def time(self, line: str) -> float | None:
+        """Unix seconds of the time stamp near the beginning of a line. Logs name no time zone: read as UTC."""
+        found = _TIME.search(line, 0, 120)
+        if found is None:
+            return None
+        year, month, day, hour, minute, second, fraction = found.groups()
+        if (year, month, day) != self._day:
+            try:
+                self._midnight = calendar.timegm((int(year), int(month), int(day), 0, 0, 0))
+            except (ValueError, OverflowError):
+                return None
+            self._day = (year, month, day)
+        whole = self._midnight + int(hour) * 3600 + int(minute) * 60 + int(second)
+        return whole + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
+
+    def owner(self, line: str) -> str:
+        """Take the prefix off that says which rank printed the line, and remember the rank."""
+        self.rank = self.home
+        while (found := _WHO.match(line)) is not None:
+            self.rank = int(found[1] or found[2] or found[3])
+            line = line[found.end() :]
+        return line
+
+
+def number(text: str) -> float | None:
+    """A float from what a program printed, or None."""
+    try:
+        return float(text)
+    except ValueError:
+        try:
+            return float(text.replace(",", ""))
+        except ValueError:
+            return None
+
+
+def count(text: str) -> int | None:
+    """A step or another count, thousands separators allowed; None where it does not fit 63 bits."""
+    try:
+        value = int(text.replace(",", ""))
+    except ValueError:
+        return None
+    return value if 0 <= value < 1 << 63 else None
+
+
+def size(text: str, unit: str) -> int | None:
+    """Bytes of ``1.5`` and ``GiB``; GB and MB are taken for GiB and MiB, as every program here means them."""
+    value = number(text)
+    unit = unit.upper()
+    factor = _BYTES.get(unit) or _BYTES.get(f"{unit[:1]}I{unit[1:]}")
+    if value is None or factor is None or not 0 <= value * factor < 1 << 62:
+        return None
+    return round(value * factor)
