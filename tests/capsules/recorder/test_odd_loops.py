@@ -92,7 +92,7 @@ def test_names_may_be_a_tensor_and_a_cursor_a_bare_position(run: Any, gpt: Any) 
         {"tokenizer": Broken()},
         {"config": Broken()},
     ],
-    ids=str,
+    ids=lambda wrong: next(f"{name}={type(value).__name__}" for name, value in wrong.items()),
 )
 def test_wrong_arguments_cost_the_recording_and_never_the_loop(tmp_path: Path, gpt: Any, wrong: Any) -> None:
     model = gpt.GPT()
