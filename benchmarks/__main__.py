@@ -6,7 +6,7 @@ import importlib
 import platform
 import sys
 
-NAMES = ("recorder", "engine", "demo", "console")
+NAMES = ("recorder", "engine", "training", "demo", "console")
 
 
 def main(names: list[str]) -> int:
