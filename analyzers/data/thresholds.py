@@ -48,3 +48,98 @@ MIN_LOSS_TOKENS: Final = 16
 HARM_STEPS: Final = 20
 #: Later samples that must be ordinary again where a step has a single sample.
 SINGLE_AFTER: Final = 4
+
+# All rules on captured batches.
+#: Batches looked at; of more an even choice.
+MOST_BATCHES: Final = 64
+
+# Lengths.
+#: A sample is far out beyond this multiple of the 95th percentile, where there are at least so many samples …
+OUTLIER_OF_P95: Final = 3.0
+OUTLIER_MIN_SAMPLES: Final = 20
+#: … and where neither a log-normal nor a power law through the ordinary samples would bring one so long in a hundred
+#: (log-normal) or twenty (power law) sets of that size. Log-normal lengths with σ = 1 hold 0.3 % beyond 3 × p95.
+TAIL_CHANCE: Final = 0.01
+HEAVY_TAIL_CHANCE: Final = 0.05
+#: Samples above this quantile are the tail to which the power law is fitted.
+TAIL_FROM: Final = 0.8
+PADDING_SHARE: Final = 0.5
+#: Truncation: share of samples at exactly the greatest length, or marked as cut.
+CUT_SHARE: Final = 0.05
+#: All rows of one length are packed rows or a stream cut to pieces, and nothing can be said.
+FIXED_LENGTH_SHARE: Final = 0.95
+#: At the greatest length there must be this many times as many samples as at each of the lengths just below, or the
+#: lengths simply go so far.
+CUT_OVER_NEIGHBOURS: Final = 3.0
+CUT_MIN_SAMPLES: Final = 3
+#: Lost ends: share of shorter rows that end in EOS, and of rows of the greatest length that do not.
+ENDS_SHARE: Final = 0.8
+
+# Labels.
+#: Share of supervised labels that must equal the token of a layout for the layout to be what the job means.
+LAYOUT_AGREEMENT: Final = 0.999
+#: Rows that fit less than this in every layout fit nothing; a row needs so many labels to be judged.
+GARBAGE_AGREEMENT: Final = 0.5
+GARBAGE_MIN_LABELS: Final = 8
+#: Of the positions at which labels differ, the share with one and the same input id that makes it a mask token.
+MASK_TOKEN_SHARE: Final = 0.5
+#: Below this agreement labels shifted by the collator are wrong; above, the tokens cut at document ends explain it.
+SHIFTED_CUT_AGREEMENT: Final = 0.9
+#: Offsets tried: of what token, counted from its own position, a label is the id.
+LABEL_OFFSETS: Final = (0, 1, 2, -1, 3, -2)
+
+# Masks.
+#: Positions that must disagree.
+MASK_MIN_POSITIONS: Final = 2
+
+# Template and special tokens.
+#: Share of rows without the template, or with two leading BOS, from which it is more than a row or two.
+ROWS_SHARE: Final = 0.05
+BOS_ROWS_SHARE: Final = 0.5
+SPECIAL_MIN_ROWS: Final = 2
+
+# Repeats.
+#: Batches known, fewest repeats in a row that make a pattern, share of new batches that must follow for the data not
+#: to be used up (in a further epoch there is nothing new).
+REPEAT_MIN_BATCHES: Final = 4
+REPEAT_RUN: Final = 3
+NEW_AFTER_SHARE: Final = 0.05
+#: Batches after a checkpoint was loaded within which a replay must begin.
+RESUME_BATCHES: Final = 2
+
+# Splits.
+#: Validation samples also trained on: from this share on the validation loss is no validation.
+LEAK_CRITICAL: Final = 0.1
+#: Samples so short that two of them are alike by chance.
+LEAK_MIN_TOKENS: Final = 8
+
+# Variety.
+#: n-grams of this length, the least share of distinct ones, rows and tokens needed.
+DIVERSITY_N: Final = 8
+DISTINCT_SHARE: Final = 0.2
+DIVERSITY_MIN_ROWS: Final = 16
+DIVERSITY_MIN_TOKENS: Final = 1_000
+#: Openings: tokens of the answer compared, the share that may agree, tokens an answer must have to be no mere label.
+OPENING_TOKENS: Final = 6
+OPENING_SHARE: Final = 0.5
+ANSWER_TOKENS: Final = 16
+#: Few samples many times: passes over fewer samples than this.
+FEW_SAMPLES: Final = 1_000
+MANY_PASSES: Final = 10
+
+# Mixture.
+#: Total variation distance of domain shares before and after, steps on either side, samples needed on each.
+MIXTURE_SHIFT: Final = 0.3
+MIXTURE_WINDOW: Final = 24
+MIXTURE_MIN_SAMPLES: Final = 16
+#: Times the distance that samples of one and the same mixture show by chance.
+MIXTURE_OVER_NOISE: Final = 3.0
+#: Steps from the change to the first sign of trouble.
+MIXTURE_LEAD: Final = 10
+#: Where nobody planned the change, a rise of the loss level counts as trouble, too: robust σ and share of the level.
+MIXTURE_RISE_SIGMA: Final = 4.0
+MIXTURE_RISE_SHARE: Final = 0.05
+
+# Packing.
+#: Loss sums of the same documents apart and packed may differ by this share (rounding, other kernels).
+PACKED_LOSS_WITHIN: Final = 0.01
