@@ -17,14 +17,20 @@ MANIFEST = "capsule.json"
 
 
 def analyze_capsule(
-    worker: Worker, path: Path, *, rules: Sequence[str] = (), stages: Sequence[str] = (), timeout: float | None = None
+    worker: Worker,
+    path: Path,
+    *,
+    rules: Sequence[str] = (),
+    stages: Sequence[str] = (),
+    files: Sequence[str] = (),
+    timeout: float | None = None,
 ) -> CapsuleReport:
-    """The report of one capsule, made in the worker.
+    """The report of one capsule or raw file, or of the raw ``files`` of one job, made in the worker.
 
     Raises:
         WorkerError: the capsule is unusable, or the worker died over it.
     """
-    params = {"path": os.fspath(path), "rules": list(rules), "stages": list(stages)}
+    params = {"path": os.fspath(path), "rules": list(rules), "stages": list(stages), "files": list(files)}
     return msgspec.convert(worker.call("analyze", params, timeout), CapsuleReport)
 
 

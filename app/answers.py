@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import imports
+
 if TYPE_CHECKING:
     from ..analyzers.registry import Rule
     from ..capsules import Capsule
@@ -20,8 +22,18 @@ def ping() -> dict[str, Any]:
     return {"pid": os.getpid()}
 
 
-def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = ()) -> Any:
-    """Run rules on one capsule; ``rules`` and ``stages`` narrow them down (empty: all)."""
+def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = (), files: Sequence[str] = ()) -> Any:
+    """Run rules on one capsule, or on raw files; ``rules`` and ``stages`` narrow them down (empty: all).
+
+    Args:
+        path: the capsule, or the raw file; what the report calls the evidence.
+        rules: ids.
+        stages: names.
+        files: the raw files of one job, where they are several.
+    """
+    import msgspec
+
+    from ..analyzers.report import RuleError
     from ..analyzers.runner import analyze as run_rules
 
     chosen = None
@@ -29,7 +41,10 @@ def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = ()) ->
         chosen = [
             rule for rule in _all_rules() if (not rules or rule.id in rules) and (not stages or rule.stage in stages)
         ]
-    return run_rules(_open(path), chosen)
+    report = run_rules(_open(path, files), chosen)
+    unread = tuple(RuleError(rule="import", error=problem) for problem in imports.problems_of(path, files))
+    named = msgspec.structs.replace(report.capsule, path=path)
+    return msgspec.structs.replace(report, capsule=named, errors=(*report.errors, *unread))
 
 
 def show(path: str) -> dict[str, Any]:
@@ -60,14 +75,19 @@ def peek(path: str) -> dict[str, Any]:
         "trigger": (trigger.kind or "") if trigger else "",
         "message": (trigger.message or "") if trigger else "",
         "step": _last_step(capsule),
-        "changed": _last_change(Path(path)),
+        "changed": os.stat(path).st_mtime if imports.is_raw(path) else _last_change(Path(path)),
     }
 
 
 def describe(path: str) -> dict[str, Any]:
     """What a case needs to know of a capsule: identity, digest, and the divergences with the first one in words."""
     from ..analyzers.runner import analyze as run_rules
+    from ..capsules.errors import EvidenceError
 
+    if imports.is_raw(path):
+        raise EvidenceError(
+            "a case needs a capsule that stays", path, "make one first: llmconsole import FILE -o DIRECTORY"
+        )
     capsule = _open(path)
     report = run_rules(capsule)
     first, trigger = report.first_divergence, capsule.trigger
@@ -128,10 +148,8 @@ def container() -> str | None:
     return ask()
 
 
-def _open(path: str) -> Capsule:
-    from ..capsules import Capsule
-
-    return Capsule.open(path)
+def _open(path: str, files: Sequence[str] = ()) -> Capsule:
+    return imports.open_evidence(path, files)
 
 
 def _all_rules() -> tuple[Rule, ...]:
@@ -165,4 +183,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "environment": environment,
     "device_facts": device_facts,
     "container": container,
+    "recognise": imports.recognise,
+    "evidence_in": imports.evidence_in,
+    "group": imports.group,
+    "import_job": imports.import_job,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from .text import one_line, stand_in
 COMMANDS = {
     "demo": "train a small model until it breaks, and see what llmconsole makes of it",
     "analyze": "name the first place where a run left the expected path",
+    "import": "make a capsule of raw evidence: logs, trainer states, event files",
     "show": "what a capsule holds, and whether it can be replayed",
     "rules": "every check; with an id, its documentation",
     "cases": "search the log of resolved incidents",
@@ -102,7 +104,8 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(command: str, arguments: list[str]) -> int:
     from importlib import import_module
 
-    module = import_module(f".commands.{command}", __package__)
+    name = f"{command}_" if keyword.iskeyword(command) else command
+    module = import_module(f".commands.{name}", __package__)
     prog = "llmconsole" if command == "home" else f"llmconsole {command}"
     parser = Parser(
         prog=prog,

@@ -55,6 +55,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._complaints: deque[str] = deque(maxlen=50)
         self._drain: threading.Thread | None = None
+        self._scratch = ""
         self._lock = threading.Lock()
         self._calls = 0
 
@@ -84,6 +85,10 @@ class Worker:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment.setdefault(name, "4")
         environment.setdefault("MALLOC_ARENA_MAX", "4")
+        from .imports import SCRATCH, new_scratch
+
+        with contextlib.suppress(OSError):  # without one, only raw files cannot be read
+            environment[SCRATCH] = self._scratch = new_scratch()
         self._complaints.clear()
         self._process = subprocess.Popen(
             # -P: a directory of evidence may hold a numpy.py, and -m would import it from there.
@@ -200,6 +205,11 @@ class Worker:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        if self._scratch:
+            import shutil
+
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = ""
 
 
 def _collect(process: subprocess.Popen[bytes], lines: deque[str]) -> None:

@@ -45,6 +45,10 @@ def _read(requests: queue.SimpleQueue[bytes]) -> None:
         *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
             requests.put(line)
+    if scratch := os.environ.get("LLMCONSOLE_SCRATCH"):  # whoever asked may have died without removing it
+        import shutil
+
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
 

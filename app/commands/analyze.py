@@ -1,14 +1,18 @@
 """Name the first place where a run left the expected path.
 
-PATH is a capsule or a directory of capsules. Exit status: 0 nothing found, 1 findings of severity warning or above,
-2 where any path cannot be used (the others are still reported).
+PATH is a capsule, a raw evidence file (a log, trainer_state.json, an event file, …, known by its content), or a
+directory of either. Raw files of one job that lie in one directory are one report.
+
+Exit status: 0 nothing found, 1 findings of severity warning or above, 2 where any path cannot be used (the others
+are still reported).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...analyzers.finding import STAGES
@@ -20,7 +24,10 @@ from ..worker import Worker, WorkerError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a capsule, or a directory of capsules")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a capsule, a raw file, or a directory of either")
+    parser.add_argument(
+        "--separate", action="store_true", help="a report for each raw file, also where they are of one job"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON (llmconsole.report/1)")
     parser.add_argument("--export", metavar="FILE", help="also write the report to a new file: .txt, .svg or .html")
     parser.add_argument("--rule", action="append", default=[], metavar="ID", help="run this rule only; may be repeated")
@@ -36,19 +43,22 @@ def run(args: argparse.Namespace) -> int:
     usable = True
     with Worker() as worker:
         _check_rules(worker, args.rule)
-        for path, problem in sources(args.paths):
-            if problem:
-                narrate(problem)
+        for source in sources(worker, args.paths, separate=args.separate):
+            if source.problem:
+                narrate(source.problem)
                 usable = False
+                continue
+            if source.remark:
+                narrate(source.remark)
                 continue
             try:
                 stages = (args.stage,) if args.stage else ()
-                reports.append(analyze_capsule(worker, path, rules=args.rule, stages=stages))
+                reports.append(analyze_capsule(worker, source.path, rules=args.rule, stages=stages, files=source.files))
             except WorkerError as error:
-                narrate(f"{path}: {error}" if str(path) not in str(error) else error)
+                narrate(f"{source.path}: {error}" if str(source.path) not in str(error) else error)
                 usable = False
                 if error.kind != "refused":
-                    reports.append(unfinished_report(path, str(error)))
+                    reports.append(unfinished_report(source.path, str(error)))
     report = Report(reports=tuple(reports))
     if export is not None and reports:
         _write(report, export)
@@ -87,32 +97,88 @@ def _write(report: Report, path: Path) -> None:
     narrate(f"wrote {path}")
 
 
-def sources(paths: list[str]) -> Iterator[tuple[Path, str]]:
-    """Each capsule behind the given paths, with an empty string; or the path with the reason why it cannot be used.
+@dataclass(frozen=True)
+class Evidence:
+    """What stands behind a path: a capsule, or the raw files of one job; or why there is nothing to use.
 
-    Readers of other files are asked here, by content, before a file is refused.
+    Attributes:
+        path: the capsule or the raw file; of several files their directory.
+        files: the raw files of the job; empty for a capsule.
+        problem: one line, where the path cannot be used.
+        remark: one line about what was left out, where something was.
     """
+
+    path: Path
+    files: tuple[str, ...] = ()
+    problem: str = ""
+    remark: str = ""
+
+
+def sources(worker: Worker, paths: Sequence[str], *, separate: bool = False) -> Iterator[Evidence]:
+    """Everything behind the given paths: capsules first, then the raw files, job by job.
+
+    Args:
+        worker: recognises raw files, by their content.
+        paths: capsules, raw files, and directories of either.
+        separate: each raw file is a job of its own.
+    """
+    raw: list[str] = []
     for given in paths:
         path = Path(given)
         try:
             if not given:  # a variable of the shell that is not set; Path makes the working directory of it
-                yield path, "an empty path was given; . is the working directory"
+                yield Evidence(path, problem="an empty path was given; . is the working directory")
             elif is_capsule(path):
-                yield path, ""
+                yield Evidence(path)
             elif path.is_dir():
                 found = capsules_in(path)
-                yield from ((each, "") for each in found)
-                if not found:
-                    yield path, f"{path}: no capsule in this directory (a capsule is a directory with a capsule.json)"
+                yield from map(Evidence, found)
+                yield from _in_directory(worker, path, raw, lonely=not found)
             elif path.exists():
-                yield (
-                    path,
-                    f"{path}: not a capsule (a directory with a capsule.json), and no file that can be read as one",
-                )
+                raw.append(given)
             else:
-                yield path, f"{path}: no such file or directory"
+                yield Evidence(path, problem=f"{path}: no such file or directory")
         except (OSError, ValueError) as error:
-            yield path, f"{path}: cannot be read ({error.strerror if isinstance(error, OSError) else error})"
+            yield Evidence(path, problem=f"{path}: cannot be read ({_said(error)})")
+    if raw:
+        yield from _jobs(worker, raw, separate)
+
+
+def _in_directory(worker: Worker, directory: Path, raw: list[str], *, lonely: bool) -> Iterator[Evidence]:
+    """Put the raw evidence of a directory into ``raw``; ``lonely``: there is no capsule in it."""
+    try:
+        found = worker.call("evidence_in", {"directory": os.fspath(directory)})
+    except WorkerError as error:
+        yield Evidence(directory, problem=str(error))
+        return
+    raw += [row["path"] for row in found["files"]]
+    if lonely and not found["files"]:
+        place = f"; there is some in {directory / found['below']}" if found["below"] else ""
+        what = (
+            "no capsule in this directory (a capsule is a directory with a capsule.json), and no file of a known format"
+        )
+        yield Evidence(directory, problem=f"{directory}: {what}{place}")
+    elif found["files"] and (others := len(found["unknown"]) + found["left_out"]):
+        names = ", ".join(found["unknown"][:3]) + (", …" if others > 3 else "")
+        remark = f"{directory}: {others:,} file{'' if others == 1 else 's'} of no known format left out ({names})"
+        yield Evidence(directory, remark=remark)
+
+
+def _jobs(worker: Worker, raw: list[str], separate: bool) -> Iterator[Evidence]:
+    try:
+        found = worker.call("group", {"paths": raw, "separate": separate})
+    except WorkerError as error:
+        yield Evidence(Path(raw[0]), problem=str(error))
+        return
+    for problem in found["problems"]:
+        yield Evidence(Path(raw[0]), problem=problem)
+    for files in found["jobs"]:
+        first = Path(files[0])
+        yield Evidence(first if len(files) == 1 else first.parent, tuple(files))
+
+
+def _said(error: OSError | ValueError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _check_rules(worker: Worker, ids: list[str]) -> None:

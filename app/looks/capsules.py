@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from ...capsules import Capsule
+from ..imports import open_evidence, stamp_of_raw
 from ..listing import Lister, Listing, last_write, stamp_of
 from .types import Contents
 
@@ -41,7 +42,7 @@ def listing(directory: str, known: str = "", budget: float | None = None) -> Lis
 
 def contents(path: str, known: str = "") -> Contents | None:
     """What a capsule holds, by view, or None where nothing was written since version ``known``."""
-    stamp = stamp_of(Path(path))
+    stamp = _stamp(path)
     version = repr(stamp)
     if known == version:
         return None
@@ -58,17 +59,22 @@ def contents(path: str, known: str = "") -> Contents | None:
 
 
 def opened(path: str) -> Capsule:
-    """A capsule, kept open until it changes.
+    """A capsule, or the one that a raw file is imported to, kept open until it changes.
 
     Raises:
         EvidenceError: it cannot be read.
     """
-    stamp = stamp_of(Path(path))
+    stamp = _stamp(path)
     if path in _open and _open[path][0] == stamp and stamp is not None:
         _open.move_to_end(path)
         return _open[path][1]
-    capsule = Capsule.open(os.fspath(path))
+    capsule = open_evidence(os.fspath(path))
     _open[path] = (stamp, capsule)
     while len(_open) > _KEPT:
         _open.popitem(last=False)
     return capsule
+
+
+def _stamp(path: str) -> tuple[object, ...] | None:
+    """What tells of a change: of a capsule, or of a raw file."""
+    return stamp_of_raw(path) or stamp_of(Path(path))

@@ -1,0 +1,250 @@
+"""Raw evidence files behind the paths that people give: imported when they are asked for, kept until they change.
+
+Runs in the worker. Imported capsules lie in a scratch directory that belongs to the asking process, which removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..capsules import Capsule
+
+#: Environment variable by which the asking process names the scratch directory.
+SCRATCH = "LLMCONSOLE_SCRATCH"
+#: How scratch directories are called, with the asking process's id behind it.
+PREFIX = "llmconsole-scratch-"
+
+#: Imported capsules kept at a time.
+_KEPT = 16
+#: A file that grows is read again no sooner than after so many times the seconds that reading took.
+_PATIENCE = 10.0
+#: Files of one directory that are looked at.
+MOST_FILES = 5000
+_MOST_NEIGHBOURS = 50
+
+
+@dataclass(frozen=True)
+class _Imported:
+    stamp: tuple[object, ...]
+    path: Path
+    problems: tuple[str, ...]
+    made: float
+    took: float
+
+
+_imported: OrderedDict[tuple[str, ...], _Imported] = OrderedDict()
+
+
+def is_raw(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a regular file, so that it can only be raw evidence."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def open_evidence(path: str, files: Sequence[str] = ()) -> Capsule:
+    """The capsule at a path, or the one that raw files are imported to.
+
+    Args:
+        path: a capsule's directory, or one raw file.
+        files: the raw files of one job instead.
+
+    Raises:
+        EvidenceError: it cannot be read.
+    """
+    from ..capsules import Capsule
+
+    raw = tuple(files) or ((path,) if is_raw(path) else ())
+    return Capsule.open(_import(raw).path if raw else path)
+
+
+def problems_of(path: str, files: Sequence[str] = ()) -> tuple[str, ...]:
+    """A line for each raw file behind ``open_evidence`` that could not be read whole."""
+    raw = tuple(files) or ((path,) if is_raw(path) else ())
+    return _import(raw).problems if raw else ()
+
+
+def stamp_of_raw(path: str | os.PathLike[str]) -> tuple[object, ...] | None:
+    """Time of modification (Unix seconds), size and identity of a raw file; None where it is none."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return (state.st_mtime, state.st_size, state.st_ino) if stat.S_ISREG(state.st_mode) else None
+
+
+def recognise(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """What raw files are, by their content: path, format (empty where nobody knows), modified, size."""
+    from ..capsules.importers import recognise as known
+
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        stamp = stamp_of_raw(path)
+        importer = known(path) if stamp is not None else None
+        found.append(
+            {
+                "path": path,
+                "format": importer.FORMAT if importer is not None else "",
+                "modified": stamp[0] if stamp is not None else 0.0,
+                "size": stamp[1] if stamp is not None else 0,
+            }
+        )
+    return found
+
+
+def evidence_in(directory: str) -> dict[str, Any]:
+    """The raw evidence that lies directly in a directory: ``files``; ``unknown`` names; ``below``, where there is none.
+
+    Raises:
+        EvidenceError: the directory cannot be listed.
+    """
+    files, places = _listed(directory)
+    rows = recognise([f"{directory}/{name}" if directory != "/" else f"/{name}" for name in files[:MOST_FILES]])
+    known = [row for row in rows if row["format"]]
+    below = "" if known else next((each for each in places[:_MOST_NEIGHBOURS] if _holds(f"{directory}/{each}")), "")
+    return {
+        "files": known,
+        "unknown": [Path(row["path"]).name for row in rows if not row["format"]],
+        "left_out": max(0, len(files) - MOST_FILES),
+        "below": below,
+    }
+
+
+def group(paths: Sequence[str], separate: bool = False) -> dict[str, Any]:
+    """Raw files as jobs: ``jobs``, lists of paths; and ``problems``, path and line for files that nobody knows."""
+    from ..capsules.importers.jobs import jobs
+
+    found, problems = jobs(paths, separate=separate)
+    return {
+        "jobs": [[os.fspath(file) for file in job.files] for job in found],
+        "problems": [str(error) for error in problems],
+    }
+
+
+def import_job(files: Sequence[str], target: str) -> dict[str, Any]:
+    """Make a capsule of a job's files in ``target``, with the originals in it.
+
+    Raises:
+        EvidenceError: nothing could be read of them, or the capsule cannot be written.
+    """
+    from ..capsules import Capsule
+    from ..capsules.importers import import_job as make
+
+    made = _written(lambda: make(files, target, attach=True), target)
+    manifest = Capsule.open(made.path).manifest.raw
+    return {"capsule": os.fspath(made.path), "problems": made.problems, "imported": manifest.get("imported", {})}
+
+
+def _import(files: tuple[str, ...]) -> _Imported:
+    from ..capsules.errors import EvidenceError
+    from ..capsules.importers import import_job as make
+
+    stamps = [stamp_of_raw(file) for file in files]
+    if None in stamps:
+        raise EvidenceError("there is no such file", files[stamps.index(None)])
+    stamp = tuple(stamps)
+    kept = _imported.get(files)
+    if kept is not None:
+        grows = time.monotonic() < kept.made + _PATIENCE * kept.took
+        if kept.path.exists() and (kept.stamp == stamp or grows):
+            _imported.move_to_end(files)
+            return kept
+        _forget(files)
+    scratch = _scratch()
+    started = time.monotonic()
+    made = _written(lambda: make(files, scratch, attach=False), scratch)
+    ended = time.monotonic()
+    kept = _imported[files] = _Imported(stamp, made.path, made.problems, ended, ended - started)
+    while len(_imported) > _KEPT:
+        _forget(next(iter(_imported)))
+    return kept
+
+
+def _forget(files: tuple[str, ...]) -> None:
+    shutil.rmtree(_imported.pop(files).path, ignore_errors=True)
+
+
+def _written(make: Any, where: str) -> Any:
+    """Run an import, whose only system error can be that its capsule cannot be written."""
+    from ..capsules.errors import EvidenceError
+
+    try:
+        return make()
+    except OSError as error:
+        hint = "TMPDIR may name a roomier directory" if error.errno == errno.ENOSPC else ""
+        raise EvidenceError(f"cannot be written ({error.strerror or error})", error.filename or where, hint) from None
+
+
+def _scratch() -> str:
+    """The scratch directory that the asking process gave, else one of this process."""
+    given = os.environ.get(SCRATCH, "")
+    if not os.path.isdir(given):
+        given = os.environ[SCRATCH] = new_scratch()
+    return given
+
+
+def new_scratch() -> str:
+    """A scratch directory of this process, readable by its owner only; those of dead processes are removed."""
+    place = tempfile.gettempdir()
+    for entry in os.scandir(place):
+        if entry.name.startswith(PREFIX) and not _alive(entry.name.removeprefix(PREFIX).partition("-")[0]):
+            shutil.rmtree(entry.path, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _listed(directory: str) -> tuple[list[str], list[str]]:
+    """Names of files and of directories, sorted; hidden ones are left out."""
+    from ..capsules.errors import EvidenceError
+
+    files: list[str] = []
+    places: list[str] = []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    if entry.is_dir():
+                        places.append(entry.name)
+                    elif entry.is_file():
+                        files.append(entry.name)
+                except OSError:
+                    continue
+    except OSError as error:
+        raise EvidenceError(f"cannot be read ({error.strerror or error})", directory) from None
+    return sorted(files), sorted(places)
+
+
+def _holds(directory: str) -> bool:
+    """Whether there is evidence in a directory, capsules or files; a few of its files are looked at."""
+    from ..capsules.errors import EvidenceError
+
+    try:
+        files, places = _listed(directory)
+    except EvidenceError:
+        return False
+    if any(os.path.isfile(f"{directory}/{each}/capsule.json") for each in places[:_MOST_NEIGHBOURS]):
+        return True
+    return any(row["format"] for row in recognise([f"{directory}/{name}" for name in files[:_MOST_NEIGHBOURS]]))

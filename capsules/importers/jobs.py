@@ -1,0 +1,165 @@
+"""Which raw files belong to one job: they lie in one directory and are of one run.
+
+Files of different formats beside one another (a trainer state, its event files, the log) are one job. Of one format,
+a file continues another where its steps begin well after the other's; two that begin alike are two runs, and then
+every file of the directory stands alone, unless their names say that they are ranks of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import EvidenceError
+from . import Importer, known, rank_in_name
+from .run import Run
+from .source import Source
+
+#: Formats whose files are written by one run after another in one directory, whatever their steps.
+_SUCCESSIVE = ("TensorBoard", "flight")
+#: A file continues another where it begins after this share of the other's steps.
+_WELL_AFTER = 0.25
+
+
+@dataclass(frozen=True)
+class Job:
+    """Files of one job, in the order in which they continue one another."""
+
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    source: Source
+    importer: Importer
+    rank: int
+    first: int | None
+    last: int | None
+
+
+def jobs(paths: Sequence[str | os.PathLike[str]], *, separate: bool = False) -> tuple[list[Job], list[EvidenceError]]:
+    """Group files to jobs; what nobody can read comes back as errors, one a file.
+
+    Args:
+        paths: files, of any directories.
+        separate: treat each alone.
+    """
+    problems: list[EvidenceError] = []
+    places: dict[str, list[_Part]] = {}
+    for path in dict.fromkeys(map(Path, paths)):
+        try:
+            source = Source(path)
+            importer = known(source)
+        except EvidenceError as error:
+            problems.append(error)
+            continue
+        first, last = _span(source, importer) if not separate and len(paths) > 1 else (None, None)
+        part = _Part(source, importer, rank_in_name(path), first, last)
+        places.setdefault(os.path.abspath(path.parent), []).append(part)
+    found: list[Job] = []
+    for parts in places.values():
+        ordered = None if separate else _one_job(parts)
+        groups = [[each] for each in parts] if ordered is None else [ordered]
+        found += [Job(tuple(each.source.path for each in group)) for group in groups]
+    return found, problems
+
+
+def _one_job(parts: list[_Part]) -> list[_Part] | None:
+    """The parts in order where they are of one run, else None."""
+    chains: dict[tuple[str, int], list[_Part]] = {}
+    for part in parts:
+        chains.setdefault((part.importer.FORMAT, part.rank), []).append(part)
+    ordered: list[_Part] = []
+    for (kind, _), chain in chains.items():
+        chain.sort(key=lambda each: (-1 if each.first is None else each.first, natural(each.source.path.name)))
+        if not kind.startswith(_SUCCESSIVE) and not all(map(_continues, chain, chain[1:])):
+            return None
+        ordered += chain
+    return ordered
+
+
+def _continues(before: _Part, after: _Part) -> bool:
+    if before.first is None or after.first is None:
+        return True
+    return after.first > before.first + _WELL_AFTER * ((before.last or before.first) - before.first)
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A key that sorts ``run2`` before ``run10``."""
+    return [(0, int(each)) if each.isdigit() else (1, each) for each in re.split(r"(\d{1,18})", name) if each]
+
+
+class _Excerpt(Source):
+    """Head and tail of a file only."""
+
+    def chunks(self, size: int = 0) -> Iterator[bytes]:
+        yield self.head
+        if self.tail:
+            yield b"\n" + self.tail.partition(b"\n")[2]
+
+
+class _Steps(Run):
+    """Takes the first and the last step of what an importer reads, and keeps nothing."""
+
+    def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.rank, self.format = 0, ""
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def scalar(
+        self,
+        name: str,
+        step: int,
+        value: float,
+        time: float | None = None,
+        unit: str = "",
+        side: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if self.first is None or name == "loss":
+            self.first = step if self.first is None else min(self.first, step)
+            self.last = step if self.last is None else max(self.last, step)
+
+    def scalars(
+        self,
+        name: str,
+        steps: Any,
+        values: Any,
+        times: Any = None,
+        unit: str = "",
+        side: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        for step in (min(steps, default=None), max(steps, default=None)):
+            if step is not None:
+                self.scalar(name, int(step), 0.0)
+
+    def event(self, kind: str, step: int | None = None, rank: int | None = None, **fields: Any) -> None:
+        pass
+
+    def record(self, stream: str, record: Mapping[str, Any], rank: int | None = None) -> None:
+        pass
+
+    def manifest(self, fields: Mapping[str, Any]) -> None:
+        pass
+
+    def note(self, text: str, times: int = 1) -> None:
+        pass
+
+
+def _span(source: Source, importer: Importer) -> tuple[int | None, int | None]:
+    """First and last step, as head and tail tell them; None where they tell none."""
+    if importer.FORMAT.startswith(_SUCCESSIVE):
+        return None, None
+    steps = _Steps()
+    try:
+        importer.read(_Excerpt(source.path), steps)
+    except MemoryError:
+        raise
+    except Exception:  # a format that cannot be read in part
+        return None, None
+    return steps.first, steps.last
