@@ -6,6 +6,7 @@ are in ``thresholds``; ``symptoms`` says when a run left its path, which several
 
 from . import (
     convergence,
+    explosion,
     gradients,
     layers,
     learning_rate,
@@ -19,6 +20,7 @@ from . import (
 
 __all__ = [
     "convergence",
+    "explosion",
     "gradients",
     "layers",
     "learning_rate",

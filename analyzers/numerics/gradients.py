@@ -43,12 +43,34 @@ class ZeroNorm:
         return self.moves or self.falls is True
 
 
+def gradient_norm(capsule: Capsule) -> Curve:
+    """The gradient norm as logged; without a log, as clipping saw it, or 0 where no trainable parameter has a gradient.
+
+    A loop whose gradients are all None has nothing to take a norm of, so nothing is logged just where it matters.
+    """
+    logged = curve(capsule, "grad_norm").finite()
+    if len(logged):
+        return logged
+    found: dict[int, float] = {}
+    for record in capsule.records("param_groups"):
+        step = record.get("step")
+        if step is None or record.get("requires_grad") is False or record.get("has_grad") is None:
+            continue
+        found[int(step)] = math.inf if record["has_grad"] or found.get(int(step)) == math.inf else 0.0
+    for event in capsule.records("events"):
+        step, norm = event.get("step"), event.get("norm")
+        if event.get("kind") in ("grad_norm", "clip") and step is not None and isinstance(norm, int | float):
+            found[int(step)] = float(norm)
+    steps = sorted(step for step, norm in found.items() if math.isfinite(norm))
+    return Curve(np.array(steps, np.int64), np.array([found[step] for step in steps], np.float64))
+
+
 def zero_norm(capsule: Capsule) -> ZeroNorm | None:
     """The last lasting stretch of zero gradient norms, or None.
 
     Steps that a scaler skipped are left out: some loops report 0 there.
     """
-    norm = curve(capsule, "grad_norm").finite()
+    norm = gradient_norm(capsule)
     norm = norm.where(~np.isin(norm.step, list(skipped_steps(capsule))))
     zero = norm.value == 0
     if not zero.any():
@@ -94,7 +116,7 @@ def _falls(loss: Curve, level: float) -> tuple[bool | None, float, float]:
     "numerics/gradients-lost",
     cases=("loss-stuck-at-ln-v",),
     stage="numerics",
-    needs=("scalars.grad_norm", "scalars.loss"),
+    needs=("scalars.grad_norm|records.events.norm|records.param_groups.has_grad", "scalars.loss"),
     explained_by=("data/token-out-of-vocabulary", "numerics/first-nonfinite", "numerics/loss-nonfinite"),
 )
 def gradients_lost(capsule: Capsule) -> Iterator[Finding]:
@@ -134,7 +156,7 @@ def gradients_lost(capsule: Capsule) -> Iterator[Finding]:
         return  # nothing is left to learn: zero is the right gradient
     rate = curve(capsule, "learning_rate").between(zero.first, zero.last).finite().value
     warming = rate.size > 1 and bool(rate[-1] > 1.5 * rate[0]) and zero.points < T.ZERO_NORM_SURE
-    from_start = zero.first <= max(T.RUN_START, curve(capsule, "grad_norm").interval)
+    from_start = zero.first <= max(T.RUN_START, gradient_norm(capsule).interval)
     decided = (zero.earlier or from_start) and zero.wired and not warming
     confidence: Confidence = "likely" if decided else "undetermined"
     yield Finding(

@@ -11,26 +11,23 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
-from ..series import Ints, curve
+from ..series import Ints
 from . import thresholds as T
+from .scale import collapse_finding, forward_nonfinite, scale_collapse
 from .symptoms import (
     FLOAT16_NEAR,
     FLOAT16_SIZED,
+    FORWARD,
     execution_order,
     first_nonfinite,
     has_scaler,
     mask_filled,
-    skipped_steps,
-    unlawful,
 )
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
 LIMIT = T.DTYPE_MAX["float16"]
-
-#: Roles in which size is a matter of the forward pass; gradients are judged apart, since a scaler handles theirs.
-FORWARD = ("activation", "logits", "input", "loss")
 
 MEASURED, ESTIMATED, RMS = "largest element", "largest element, estimated from the norm", "root mean square"
 
@@ -168,30 +165,11 @@ def _sized_before(stats: Any, row: int) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
-def scale_collapse(capsule: Capsule) -> tuple[int, list[float]] | None:
-    """Step and values of a loss scale that only halves until nothing is left to halve, or None.
-
-    A search at the start ends at a scale that works, long before the floor. −1 and 0 are placeholders.
-    """
-    scale = curve(capsule, "loss_scale").finite()
-    step, value = scale.step[scale.value > 0], scale.value[scale.value > 0]
-    if not value.size or value[-1] > T.SCALE_FLOOR:
-        return None
-    rises = np.flatnonzero(np.diff(value) > 0)
-    start = int(rises[-1]) + 1 if rises.size else 0
-    falls = np.flatnonzero(np.diff(value[start:]) < 0)
-    if falls.size < T.MIN_HALVINGS:
-        return None
-    first = start + int(falls[0])
-    kept = [float(value[first]), *(float(value[start + index + 1]) for index in falls)]
-    return int(step[first]), kept
-
-
 @rule(
     "numerics/fp16-overflow",
     cases=("nan-in-mid-run",),
     stage="numerics",
-    needs=("stats|scalars.loss_scale",),
+    needs=("stats|scalars.loss_scale|records.events.scale_after",),
     explained_by=("numerics/learning-rate", "data/poison-sample", "data/token-out-of-vocabulary"),
 )
 def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
@@ -211,7 +189,7 @@ def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
         gradients of that size in the same step). A float16 tensor that grew to within 2 × of 65504 (32,752) and is
         still finite is a warning. Growth: 1.3 × the median of its earlier records, the last of them within 16 ×.
         Without full statistics the norm bounds the largest element: rms ≤ absmax ≤ rms·√numel. Loss scale: five or more
-        halvings in a row without a rise, down to 2 or less.
+        halvings in a row without a rise, down to 2 or less, or five skipped steps in a row at such a scale.
 
     Looks like it but is not:
         The scale search at the start of a run; steps that the scaler skipped because scaled gradients overflowed;
@@ -233,37 +211,8 @@ def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
             yield _tensor_finding(stats, found)
             return
     collapse = scale_collapse(capsule)
-    if collapse is not None and not _forward_nonfinite(capsule, collapse[0]):
-        step, values = collapse
-        yield Finding(
-            title="The loss scale halves to its floor",
-            summary=(
-                f"From step {step} the loss scale only falls, {values[0]:g} → {values[-1]:g} in {len(values) - 1} "
-                "halvings without a rise: gradients overflow float16 at every scale."
-            ),
-            where=Where(step=step),
-            evidence=(
-                Evidence(name="loss_scale", value=values[-1], expected=f"> {T.SCALE_FLOOR:g}", note="last value"),
-                Evidence(name="loss_scale trajectory", value=values[-12:]),
-                Evidence(name="halvings in a row", value=len(values) - 1, expected=f"< {T.MIN_HALVINGS}"),
-                Evidence(name="skipped steps", value=len(skipped_steps(capsule)), unit="steps"),
-            ),
-            cause="gradients are not finite at any loss scale: a value in the backward pass exceeds the float16 range",
-            next=("record gradient statistics at a skipped step", "run the captured step in bfloat16"),
-            fix=("train in bfloat16, or find the layer whose gradient is not finite at scale 1",),
-        )
-
-
-def _forward_nonfinite(capsule: Capsule, step: int) -> bool:
-    """Whether the forward pass was already non-finite when the scale began to fall: then scaling is not the matter."""
-    loss = curve(capsule, "loss")
-    if bool((~np.isfinite(loss.value) & (loss.step <= step + 1)).any()):
-        return True
-    if not capsule.has("stats"):
-        return False
-    stats = capsule.stats()
-    forward = np.isin(stats.role.astype(str), FORWARD)
-    return bool((unlawful(capsule, stats) & forward & (stats.step <= step + 1)).any())
+    if collapse is not None and not forward_nonfinite(capsule, collapse.step):
+        yield collapse_finding(collapse)
 
 
 def _tensor_finding(stats: Any, found: Overflow) -> Finding:

@@ -223,7 +223,7 @@ def _coarse_norms(capsule: Capsule) -> Iterator[Finding]:
             title=f"A normalisation is computed in {dtype}",
             summary=(
                 f"The rows of a normalisation at step {output.step} are scaled by factors that scatter by "
-                f"{scatter:.2g} around their float64 values; rounding the result once to {dtype} gives less than {limit:.2g}."
+                f"{scatter:.2g} around their float64 values; rounding once to {dtype} gives less than {limit:.2g}."
             ),
             where=Where(step=output.step, rank=output.rank, tensor=output.name),
             evidence=(

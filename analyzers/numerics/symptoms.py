@@ -24,6 +24,9 @@ Bools = NDArray[np.bool_]
 #: Roles whose −inf alone is a mask at work: attention scores, masked logits, additive masks.
 MAY_BE_MASKED = ("input", "activation", "logits")
 
+#: Roles in which size is a matter of the forward pass; gradients are judged apart, since a scaler handles theirs.
+FORWARD = ("activation", "logits", "input", "loss")
+
 #: Magnitudes from which a float16 tensor is near the end of its range, and from which an Inf can come from size.
 FLOAT16_NEAR = T.DTYPE_MAX["float16"] / T.NEAR_FACTOR
 FLOAT16_SIZED = T.DTYPE_MAX["float16"] / T.INF_NEIGHBOUR_FACTOR

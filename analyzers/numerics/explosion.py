@@ -1,0 +1,133 @@
+"""Gradient norms that leave the range they had, told apart from single ones that passed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..finding import Evidence, Finding, Where
+from ..registry import rule
+from ..series import Curve, curve, first_maximum, spread, trailing
+from . import thresholds as T
+from .symptoms import skipped_steps
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+
+@rule(
+    "numerics/gradient-explosion",
+    cases=("loss-spike",),
+    stage="numerics",
+    severity="warning",
+    needs=("scalars.grad_norm",),
+    explained_by=(
+        "numerics/learning-rate",
+        "numerics/fp16-overflow",
+        "numerics/first-nonfinite",
+        "data/poison-sample",
+        "data/token-out-of-vocabulary",
+    ),
+)
+def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
+    """The gradient norm leaves its range by a factor of ten.
+
+    What it checks:
+        The gradient norm before clipping, step by step.
+
+    Why it matters:
+        One step along an exploded gradient can undo a thousand. Clipping bounds the step and hides the cause.
+
+    How it decides:
+        Above 10 × the maximum of the first 100 steps (of all before it while there are fewer, at least 20), or above
+        100, above 3 × the recent median and with a loss that rises; NaN or Inf where no scaler skipped the step. A
+        single step after which norm and loss are ordinary again is info.
+
+    Looks like it but is not:
+        The large gradients of the first steps and of a warm-up; norms that are large throughout, as with summed losses;
+        one hard sample in a batch of one; steps that the gradient scaler skipped.
+
+    What to try next:
+        Compare the norm of each layer at this step with the step before; replay the batch.
+
+    Fix:
+        Clip the norm; lower the learning rate; look for a missing normalisation or a loss summed where it was averaged.
+    """
+    loss, gradient = curve(capsule, "loss"), curve(capsule, "grad_norm")
+    skipped = skipped_steps(capsule)
+    keep = ~np.isin(gradient.step, list(skipped))
+    gradient = Curve(gradient.step[keep], gradient.value[keep])
+    lost = gradient.step[~np.isfinite(gradient.value)]
+    gradient = gradient.finite()
+    step, value = gradient.step, gradient.value
+    first = T.EXPLOSION_FACTOR * first_maximum(value, T.FIRST_STEPS)
+    recent = trailing(value, T.RECENT_WINDOW, np.median)
+    large = (value > first) | ((value > T.GRADIENT_LARGE) & (value > T.GRADIENT_GROWN * recent))
+    passed: Finding | None = None
+    for index in np.flatnonzero(large & (np.arange(len(value)) >= T.MIN_HISTORY) & (recent > 0)).tolist():
+        norm, at = float(value[index]), int(step[index])
+        if lost.size and at > lost[0]:
+            break
+        beyond = norm > first[index]
+        if not beyond and not _loss_rises(loss, at):
+            continue
+        after = value[index + 1 : index + 1 + T.RECENT_WINDOW]
+        subsides = after.size > 0 and float(np.median(after)) < norm / T.EXPLOSION_FACTOR
+        limit, test = (
+            (float(first[index]), f"{T.EXPLOSION_FACTOR:g} × the maximum of the first {min(index, T.FIRST_STEPS)}")
+            if beyond
+            else (T.GRADIENT_LARGE, "with a rising loss")
+        )
+        if not subsides or _loss_stays_up(loss, at):
+            yield _explosion(at, norm, limit, test, lasting=True)
+            return
+        passed = passed or _explosion(at, norm, limit, test, lasting=False)
+    if lost.size:
+        norm = float(curve(capsule, "grad_norm").at(int(lost[0])))
+        yield _explosion(int(lost[0]), norm, math.inf, "finite", lasting=True)
+    elif passed is not None:
+        yield passed
+
+
+def _loss_rises(loss: Curve, step: int) -> bool:
+    """Whether the loss of the step, or the next, is above the recent median by more than its noise."""
+    before = loss.finite()
+    past = before.value[before.step < step][-T.RECENT_WINDOW :]
+    now = before.value[before.step >= step][:2]
+    if past.size < T.MIN_HISTORY or not now.size:
+        return False
+    median, sigma = spread(past)
+    return bool(float(now.max()) > median + max(T.RECOVERY_SIGMA * sigma, 0.1 * abs(median)))
+
+
+def _loss_stays_up(loss: Curve, step: int) -> bool:
+    """Whether the median of the next losses is above the level before by more than its noise."""
+    past, after = loss.value[loss.step < step][-T.RECENT_WINDOW :], loss.value[loss.step > step][: T.RECOVERY_STEPS]
+    if past.size < T.MIN_HISTORY or not after.size:
+        return False
+    if not np.isfinite(after).all():
+        return True
+    median, sigma = spread(past[np.isfinite(past)])
+    return float(np.median(after[-T.RECENT_WINDOW :])) > median + max(2 * sigma, 0.1 * abs(median))
+
+
+def _explosion(step: int, norm: float, limit: float, test: str, *, lasting: bool) -> Finding:
+    finite = math.isfinite(norm)
+    shown = f"{norm:.4g}" if finite else ("NaN" if math.isnan(norm) else "Infinity")
+    return Finding(
+        severity=None if lasting else "info",
+        title="The gradient explodes" if lasting else "A large gradient that passed",
+        summary=f"The gradient norm is {shown} at step {step}"
+        + (f", above {limit:.4g} ({test})" if finite else " and no scaler skipped the step")
+        + ("." if lasting else "; norm and loss are ordinary again after it."),
+        where=Where(step=step),
+        evidence=(
+            Evidence(name="grad_norm", value=norm, expected=f"≤ {limit:.4g}" if finite else "finite", note=test),
+        ),
+        cause="the gradient left the range that it had before" if lasting else "a benign spike",
+        next=("compare the gradient of each layer with the step before", "replay the batch of this step"),
+        fix=("clip the gradient norm", "lower the learning rate"),
+    )
