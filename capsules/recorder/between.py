@@ -29,6 +29,7 @@ class Between:
         facts: the manifest as it was written at the start.
         tokenizer: for the contract.
         contract: whether a contract is written beside saved checkpoints.
+        checkpoints: a watcher that was begun before there was a recorder, else None.
         attempt: runs a part of the recording and disables it where it raises.
     """
 
@@ -40,6 +41,7 @@ class Between:
         facts: dict[str, Any],
         tokenizer: Any,
         contract: bool,
+        checkpoints: Checkpoints | None,
         attempt: Attempt,
     ) -> None:
         self._writer = writer
@@ -50,9 +52,10 @@ class Between:
         self._contract = contract
         self._attempt = attempt
         model: nn.Module = loop.hooks.root
-        self.checkpoints = Checkpoints(model if next(model.parameters(), None) is not None else None)
+        self.checkpoints = checkpoints or Checkpoints(model if next(model.parameters(), None) is not None else None)
         self.evaluations = Evaluations(loop.hooks, writer, loop.ignore_index, self._where, attempt)
-        self.checkpoints.watch()
+        if checkpoints is None:
+            self.checkpoints.watch()
 
     def _where(self) -> tuple[int, bool]:
         window = self._loop.window
@@ -73,10 +76,6 @@ class Between:
         """Look at nothing any more."""
         self.checkpoints.end()
         self._loop.hooks.outside = None
-
-    def saved(self, path: str, contents: list[str]) -> None:
-        """The loop wrote a checkpoint in a way that is not seen by itself."""
-        self.checkpoints.file("saved", path, contents)
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Numbers with a step of their own, or that of the window that is open, or of the last one."""
@@ -105,7 +104,13 @@ class Between:
         for event in events:
             path, saved = event.get("path"), event["kind"] == "checkpoint_saved"
             event["step"] = self._finisher.step if saved and self._finisher.windows else step
-            if saved and self._contract and "model" in event["contents"] and self._writer.rank == 0:
+            if (
+                path is not None
+                and saved
+                and self._contract
+                and "model" in event["contents"]
+                and self._writer.rank == 0
+            ):
                 self._attempt("contract", lambda p=path: write_beside(p, self._own_contract()))
             elif path is not None and event["kind"] == "checkpoint_loaded":
                 self._attempt("contract", lambda p=path: self._take_over(p))

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,14 @@ class Checkpoints:
         """See what is saved and loaded from now on."""
         if not _watching:
             _install()
-        _watching.append(self)
+        _watching.append(weakref.ref(self))  # whoever forgets to end it keeps no model alive
 
     def end(self) -> None:
         """Stop; with the last watcher everything replaced is put back."""
-        if self in _watching:
-            _watching.remove(self)
-            if not _watching:
-                _replaced.put_back()
+        left = [each for each in _watching if each() not in (None, self)]
+        if _watching and not left:
+            _replaced.put_back()
+        _watching[:] = left
 
     # -- what the replaced functions tell
 
@@ -79,8 +80,14 @@ class Checkpoints:
         about = {"missing": missing[:MOST_NAMES], "unexpected": unexpected[:MOST_NAMES]}
         self._loaded["model"] = {**counts, **{name: names for name, names in about.items() if names}}
 
-    def part(self, name: str, owner: Any) -> None:
-        """An optimizer, scheduler, scaler or generator took over a state."""
+    def part(self, name: str, owner: Any, state: Any) -> None:
+        """An optimizer, scheduler, scaler or generator took over a state.
+
+        One that is as new (accelerate gives a fresh optimizer its own state back) restores nothing.
+        """
+        fresh = {"optimizer": ("state", {}), "scheduler": ("last_epoch", 0)}.get(name)
+        if fresh is not None and isinstance(state, Mapping) and state.get(fresh[0]) == fresh[1]:
+            return
         if name == "optimizer" and self.model is not None:
             own = {id(parameter) for parameter in self.model.parameters()}
             if not any(id(each) in own for group in owner.param_groups for each in group["params"]):
@@ -92,8 +99,8 @@ class Checkpoints:
     def take(self) -> list[dict[str, Any]]:
         """Events ``checkpoint_saved``, ``checkpoint_loaded`` and ``weights_loaded`` since the last call, without steps.
 
-        Files of one directory count as one checkpoint. Something read that reached neither the model nor the
-        optimizer is no event, and a generator that was set alone is none either.
+        Files of one directory count as one checkpoint. Something read that nothing took over is no event, and neither
+        is a state that an optimizer took over while no file was read.
         """
         saved, read = _grouped(self._files["saved"]), _grouped(self._files["read"])
         loaded, self._loaded = self._loaded, {}
@@ -102,7 +109,7 @@ class Checkpoints:
         events: list[dict[str, Any]] = [
             {"kind": "checkpoint_saved", "t": now, "path": path, "contents": parts} for path, parts in saved.items()
         ]
-        if loaded.keys() - {"rng"}:
+        if "model" in loaded or (read and loaded.keys() - {"rng"}):
             event: dict[str, Any] = {"kind": "checkpoint_loaded", "t": now, "loaded": sorted(loaded)}
             if read:
                 path = next((path for path, parts in read.items() if set(parts) & loaded.keys()), next(iter(read)))
@@ -166,14 +173,15 @@ def _beside(path: str) -> set[str]:
     return {part for word, part in _BESIDE.items() for name in names if whole and name.startswith(word)}
 
 
-_watching: list[Checkpoints] = []
+_watching: list[weakref.ref[Checkpoints]] = []
 _replaced = Replaced()
 
 
 def _tell(tell: Callable[[Checkpoints], None]) -> None:
     for each in list(_watching):
         try:
-            tell(each)
+            if (watcher := each()) is not None:
+                tell(watcher)
         except Exception:  # an odd object costs only its own event, never the job
             continue
 
@@ -241,7 +249,8 @@ def _load_part(name: str) -> Callable[[Function], Function]:
         def load(*arguments: Any, **keywords: Any) -> Any:
             result = original(*arguments, **keywords)
             if not inside_backward():  # activation checkpointing sets generators there
-                _tell(lambda each: each.part(name, arguments[0] if arguments else None))
+                state = next(iter(keywords.values()), arguments[-1] if arguments else None)
+                _tell(lambda each: each.part(name, arguments[0] if arguments else None, state))
             return result
 
         return load

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ..writer import CapsuleWriter
 from . import describe, environment, facts, optimizer, rendezvous
 from .between import Between
+from .checkpoints import Checkpoints
 from .device import DeviceScalars
 from .evaluation import Pass
 from .finish import Finisher, said_by
@@ -67,6 +68,7 @@ class Recorder:
         whole_updates: measure the update of all parameters rather than of a sample of at most 64 MB; copies them all.
         contract: write ``llmconsole-contract.json`` (digests of tokenizer and template, dtype, special ids, sampling)
             beside each checkpoint that the loop saves. One that lies beside a loaded checkpoint is always read.
+        checkpoints: a watcher of checkpoints that was begun before the recorder; left out, one begins now.
         max_bytes: size of this rank's directory at which recording ends with a warning.
         phase: of the capsule.
         title: of the capsule; without one the run's name, else the name of the script.
@@ -87,6 +89,7 @@ class Recorder:
         statistics_every: int | None = None,
         whole_updates: bool = False,
         contract: bool = False,
+        checkpoints: Checkpoints | None = None,
         max_bytes: int = 4 << 30,
         phase: str = "training",
         title: str = "",
@@ -104,7 +107,7 @@ class Recorder:
             self._every = max(int(every), 1)
             self._statistics_every = max(int(statistics_every or every), 1)
             self._keep = int(keep_batches)
-            self._contract = bool(contract)
+            self._contract, self._checkpoints = bool(contract), checkpoints
             self._open(directory, model, optimizer, config, tokenizer, manifest, phase, title, whole_updates, max_bytes)
         except Exception as error:
             log.warning("not recording: %s: %s", type(error).__name__, said_by(error).split("\n")[0])
@@ -156,7 +159,8 @@ class Recorder:
         self._finisher = Finisher(
             writer, self._loop, DeviceScalars(device), rank, self._attempt, training, self._keep, max_bytes
         )
-        self._between = Between(writer, self._loop, self._finisher, fields, tokenizer, self._contract, self._attempt)
+        told = (tokenizer, self._contract, self._checkpoints)
+        self._between = Between(writer, self._loop, self._finisher, fields, *told, self._attempt)
         self._signals = Signals(self._signalled)
         optimizer.attach(self._loop)
         self.recording = True
@@ -178,7 +182,7 @@ class Recorder:
         return Step(self, batch, sample_ids, cursor, step)
 
     @contextmanager
-    def evaluation(self, name: str | None = None) -> Iterator[Pass]:
+    def evaluation(self, name: str | None = None) -> Generator[Pass]:
         """An evaluation pass, as a context manager; without it one is found where the model runs outside a step.
 
         Args:
@@ -201,11 +205,22 @@ class Recorder:
                 with self._signals:
                     self._attempt("evaluation", self._between.evaluations.end)
 
+    def evaluated(self, split: str = "validation") -> None:
+        """The pass that was found has ended, and ran on that split."""
+        if self._alive():
+            with self._signals:
+                self._attempt("evaluation", lambda: self._between.evaluations.end(split))
+
     def log(self, step: int | None = None, **values: Tensor | float) -> None:
         """Scalars by name at any time: of ``step``, else of the window that is open, else of the last one."""
         if self._alive():
             with self._signals:
                 self._attempt("log", lambda: self._between.log(values, step))
+
+    def saved(self, path: str) -> None:
+        """A checkpoint was saved there by means that are not seen from here; joins what was seen of its directory."""
+        if self._alive():
+            self._attempt("checkpoints", lambda: self._between.checkpoints.file("saved", path, ["step"]))
 
     def event(self, kind: str, **fields: Any) -> None:
         """An event that cannot be seen from here (``mixture_changed``, ``weights_updated`` …) with its fields."""
