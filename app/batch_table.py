@@ -51,7 +51,7 @@ def sample(sheet: BatchSheet, row: TokenRow, width: int, fault: bool = False) ->
 def _title(sheet: BatchSheet, row: TokenRow, width: int) -> Text:
     text = Text(f" {keep_tail(one_line(row.id), 40)}", "bold", no_wrap=True)
     words = f"  {row.length:,} tokens, {row.supervised:,} supervised"
-    if not math.isnan(row.mean) or row.supervised:
+    if not math.isnan(row.mean) or (row.supervised and row.loss):
         words += f", mean {compact(row.mean)} nats"
     words += f"   from token {sheet.left:,}" if sheet.left else ""
     text.append(words, f"not bold {_DIM}")

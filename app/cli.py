@@ -20,9 +20,11 @@ COMMANDS = {
     "analyze": "name the first place where a run left the expected path",
     "import": "make a capsule of raw evidence: logs, trainer states, event files",
     "show": "what a capsule holds, and whether it can be replayed",
+    "probe": "what a data loader yields, before any training",
     "rules": "every check; with an id, its documentation",
     "cases": "search the log of resolved incidents",
     "incident": "resolve an incident: a case in the log, committed",
+    "gate": "prove a fix in six items, and keep the proof in git",
     "env": "the environment as a capsule would record it",
     "doctor": "what this machine offers, and what to do about what it lacks",
 }

@@ -1,0 +1,118 @@
+"""The process in which the user's loader runs: request in the arguments, one JSON answer on standard output.
+
+Whatever the loader prints goes to standard error, which whoever started this process keeps. At the time limit the
+answer holds what was taken until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import EvidenceError
+
+Ended = Literal["limit", "exhausted", "time", "error"]
+
+
+def main() -> None:
+    """Answer one request and leave."""
+    request = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    answered = threading.Lock()
+
+    def answer(content: dict[str, Any]) -> None:
+        if not answered.acquire(blocking=False):
+            return  # the watchdog was first
+        from ..jsonio import encode
+
+        answers.write(encode(content))
+        answers.flush()
+        sys.stdout.flush()
+        os._exit(0)  # threads and workers of the loader are not waited for
+
+    try:
+        answer(_probe(request, answer))
+    except EvidenceError as error:
+        answer({"refused": str(error)})
+    except MemoryError:
+        answer({"refused": "the loader ran out of memory; probe fewer batches with --batches"})
+    except OSError as error:
+        answer({"refused": f"{error.filename or request['capsule']}: {error.strerror or error}"})
+
+
+def _probe(request: dict[str, Any], answer: Any) -> dict[str, Any]:
+    from ..recorder.describe import tokenizer_digest, tokenizer_facts
+    from ..writer import CapsuleWriter
+    from . import taking
+    from .loading import loader_of, resolve, said, take, tokenizer_in
+
+    spec, directory = request["loader"], request["directory"]
+    began = time.monotonic()
+    loaders = {"train": loader_of(resolve(spec, directory), spec)}
+    if request.get("validation"):
+        loaders["validation"] = loader_of(resolve(request["validation"], directory), request["validation"])
+    given = request.get("tokenizer")
+    tokenizer = _made(resolve(given, directory)) if given else tokenizer_in(loaders["train"])
+    facts = tokenizer_facts(tokenizer) if tokenizer is not None else {}
+    adds = taking.adds_bos(tokenizer, facts.get("bos_id"))
+    if adds is not None:
+        facts["adds_bos"] = adds
+    manifest: dict[str, Any] = {"run": {"name": spec, "command": request.get("command")}}
+    if facts:
+        manifest["tokenizer"] = facts
+        name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        manifest["identity"] = {"tokenizer": {"name": name, "sha256": tokenizer_digest(tokenizer)}}
+    manifest["trigger"] = {"kind": "manual", "message": f"probe of {spec}"}
+    path = Path(request["capsule"])
+    with CapsuleWriter(path, title=f"what {spec} yields", phase="training", manifest=manifest) as writer:
+        taker = taking.Taker(writer, taking.text_of(tokenizer), facts.get("pad_id"))
+        problem: str | None = None
+
+        def finish(ended: Ended) -> dict[str, Any]:
+            writer.close()
+            return {
+                **taker.summary(),
+                "tokenizer": str(manifest["identity"]["tokenizer"]["name"]) if facts else None,
+                "ended": ended,
+                "problem": problem,
+                "seconds": time.monotonic() - began,
+            }
+
+        def watch() -> None:
+            with taker.lock:
+                answer(finish("time"))
+
+        watchdog = threading.Timer(max(0.1, request["timeout"] - (time.monotonic() - began)), watch)
+        watchdog.daemon = True
+        watchdog.start()
+        ended: Ended = "limit"
+        for split, loader in loaders.items():
+            try:
+                for batch in take(loader, request["batches"]):
+                    taker.add(batch, split)
+            except EvidenceError:
+                raise
+            except (Exception, SystemExit) as error:
+                problem = said(f"batch {taker.taken[split]} of {split}", error)
+                ended = "error"
+                break
+            if taker.taken[split] < request["batches"]:
+                ended = "exhausted"
+        watchdog.cancel()
+        with taker.lock:
+            return finish(ended)
+
+
+def _made(tokenizer: Any) -> Any:
+    """A tokenizer; a function that makes one is called."""
+    return tokenizer if hasattr(tokenizer, "decode") or not callable(tokenizer) else tokenizer()
+
+
+if __name__ == "__main__":
+    main()
