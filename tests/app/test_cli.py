@@ -134,8 +134,8 @@ class TestExitStatus:
         assert len(json.loads(done.stdout)["reports"]) == 1
 
     def test_two_for_a_file_that_is_no_capsule(self, cli: Run, tmp_path: Path):
-        (tmp_path / "x.log").write_text("step 1 loss 2.0")
-        assert "not a capsule" in one_error_line(cli("analyze", "x.log"))
+        (tmp_path / "x.log").write_text("nothing that any program prints\n")
+        assert "of no known format" in one_error_line(cli("analyze", "x.log"))
 
     def test_two_for_a_directory_without_capsules(self, cli: Run, tmp_path: Path):
         (tmp_path / "empty").mkdir()
