@@ -14,7 +14,7 @@ from ..registry import NotJudged, rule
 from ..samples import samples_by_step
 from ..series import Curve, Floats, Slope, carried, curve, deviation, noise, spread, theil_sen, trailing
 from . import thresholds as T
-from .symptoms import start_level
+from .symptoms import is_learned, start_level
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -205,7 +205,7 @@ def _oscillation(capsule: Capsule, loss: Curve) -> Finding | None:
     tail = tail_of(loss, T.CONVERGENCE_TAIL)
     if tail is None or tail.noise < T.OSCILLATION_NOISE * tail.level or tail.slope.high < 0:
         return None
-    if tail.level < T.CONVERGED_SHARE * start_level(loss.value):
+    if is_learned(loss, tail.level):
         return None
     rest = tail.residual()
     neighbours = float(np.corrcoef(rest[:-1], rest[1:])[0, 1])

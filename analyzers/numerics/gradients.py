@@ -13,7 +13,7 @@ from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import rule
 from ..series import Curve, curve, noise, placeholder
 from . import thresholds as T
-from .symptoms import skipped_steps, start_level
+from .symptoms import is_learned, skipped_steps, start_level
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -152,7 +152,7 @@ def gradients_lost(capsule: Capsule) -> Iterator[Finding]:
     if zero is None or zero.is_artefact or zero.falls is None:
         return
     loss = curve(capsule, "loss").finite()
-    if abs(zero.loss_after) <= T.CONVERGED_SHARE * start_level(loss.value) or zero.loss_after == 0:
+    if is_learned(loss, zero.loss_after):
         return  # nothing is left to learn: zero is the right gradient
     rate = curve(capsule, "learning_rate").between(zero.first, zero.last).finite().value
     warming = rate.size > 1 and bool(rate[-1] > 1.5 * rate[0]) and zero.points < T.ZERO_NORM_SURE
@@ -255,7 +255,7 @@ def _small_norm(capsule: Capsule) -> Finding | None:
         return None
     first, loss = int(norm.step[-points]), curve(capsule, "loss").finite()
     falls, before, after = _falls(loss.between(first, int(norm.step[-1])), start_level(loss.value))
-    if falls or (len(loss) and abs(after) <= T.CONVERGED_SHARE * start_level(loss.value)):
+    if falls or is_learned(loss, after):
         return None
     return _vanishing(
         first,

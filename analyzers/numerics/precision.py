@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...capsules.errors import EvidenceError
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..series import curve
@@ -209,16 +210,21 @@ def _coarse_norms(capsule: Capsule) -> Iterator[Finding]:
         eps = output.attributes.get("eps", model.norm_eps if model is not None else None)
         if dtype not in ROUNDOFF or key not in inputs or not isinstance(eps, int | float):
             continue
-        x, y = np.asarray(inputs[key].array, np.float64), np.asarray(output.array, np.float64)  # [..., D]
-        w = np.asarray(weights[key].array, np.float64) if key in weights else np.ones(x.shape[-1:])
+        try:
+            arrays = [each.array() for each in (inputs[key], output)]
+            arrays += [weights[key].array()] if key in weights else []
+        except EvidenceError:
+            continue  # capsule/damaged says what could not be read
+        x, y = (np.asarray(each, np.float64) for each in arrays[:2])  # [..., D]
+        w = np.asarray(arrays[2], np.float64) if key in weights else np.ones(x.shape[-1:])
         if x.shape != y.shape or x.ndim < 2 or w.shape != x.shape[-1:] or x[..., 0].size < T.NORM_ROWS:
             continue
         found = [_row_scales(y, _normalised(x - centre, w, eps)) for centre in (0.0, x.mean(axis=-1, keepdims=True))]
-        residual, scatter = min(found)  # root-mean-square or layer normalisation, whichever it is
+        residual, scatter, offset = min(found)  # root-mean-square or layer normalisation, whichever it is
         unit = ROUNDOFF[dtype]
         limit = unit * max(T.NORM_SCALE, 6 * T.ROUNDED_ONCE / math.sqrt(x.shape[-1]))
-        if not residual < unit or not scatter > limit:
-            continue
+        if not residual < unit or not scatter > limit or not offset < unit:
+            continue  # a common factor, or another function: another epsilon, a bias, a weight that was not captured
         yield Finding(
             title=f"A normalisation is computed in {dtype}",
             summary=(
@@ -241,10 +247,12 @@ def _normalised(x: Any, weight: Any, eps: float) -> Any:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def _row_scales(observed: Any, reference: Any) -> tuple[float, float]:
-    """Error left after each row was scaled to fit best (relative), and the scatter of those scales over the rows."""
+def _row_scales(observed: Any, reference: Any) -> tuple[float, float, float]:
+    """Error left after each row was scaled to fit best (relative); scatter of those scales, and their mean off 1."""
     scale = (observed * reference).sum(-1) / (reference * reference).sum(-1)
     left = observed - scale[..., None] * reference
     size = float(np.sqrt(np.mean(reference * reference)))
     residual = float(np.sqrt(np.mean(left * left))) / size if size > 0 else math.inf
-    return (residual, float(scale.std())) if math.isfinite(residual) else (math.inf, math.nan)
+    if not math.isfinite(residual):
+        return math.inf, math.nan, math.nan
+    return residual, float(scale.std()), abs(float(scale.mean()) - 1)

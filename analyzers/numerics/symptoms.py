@@ -47,6 +47,12 @@ def start_level(values: Floats) -> float:
     return abs(float(np.median(values[: T.RECENT_WINDOW]))) if values.size else math.nan
 
 
+def is_learned(loss: Curve, level: float) -> bool:
+    """Whether a level is next to nothing beside the first losses: there is nothing left to learn, or nothing to do."""
+    first = np.abs(loss.value[: T.RECENT_WINDOW])
+    return bool(first.size) and abs(level) <= T.CONVERGED_SHARE * float(first.max())
+
+
 def skipped_steps(capsule: Capsule) -> frozenset[int]:
     """Steps that a gradient scaler skipped: overflow flags, skip events, or a falling loss scale."""
     flags = curve(capsule, "overflow")
