@@ -6,7 +6,17 @@ Only unmistakable names are translated; every other one is kept as it stands.
 from __future__ import annotations
 
 _SPELLINGS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss", "train_loss", "training_loss", "train/loss", "loss/train", "lm_loss", "train/lm_loss"),
+    "loss": (
+        "loss",
+        "train_loss",
+        "training_loss",
+        "train/loss",
+        "loss/train",
+        "lm_loss",
+        "train/lm_loss",
+        "loss_train",
+        "reduced_train_loss",
+    ),
     "eval_loss": (
         "eval_loss",
         "val_loss",

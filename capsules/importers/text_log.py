@@ -17,13 +17,15 @@ _SEARCHED = 8 * MIB
 #: Bytes of a line that readers see; no line of a program is longer, and patterns stay quick.
 _SEEN = 16 * 1024
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+#: A JSON document may quote any log.
+_DOCUMENT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\{\s*[\"}]|\[\s*[\[{\"])")
 #: Signs after which a last line without its end is complete all the same.
 _CLOSED = b"|%})]"
 
 
 def sniff(source: Source) -> bool:
     """Whether any known line is in the head, the tail or the first megabytes."""
-    if not source.text:
+    if not source.text or _DOCUMENT.match(source.head):
         return False
     signs = _signs()
     if any(signs.search(_ANSI.sub(b"", part)) for part in (source.head, source.tail)):

@@ -12,8 +12,8 @@ SIGN = (
     rb"'(?:epoch|learning_rate)':"
 )
 
-_DICT = re.compile(r"""\{ ?(['"][\w/@.:%+ -]{1,200}['"]: .*)\}""")
-_NAME = r"""['"]([\w/@.:%+ -]{1,200})['"]: """
+_DICT = re.compile(r"""\{ ?(['"][\w/@.:%+() -]{1,200}['"]: .*)\}""")
+_NAME = r"""['"]([\w/@.:%+() -]{1,200})['"]: """
 _VALUE = rf"""['"]({NUMBER})['"]|({NUMBER})|(?:tensor|np\.float\d+)\(({NUMBER})[^)]{{0,80}}\)|['"](\d+)/\d+['"]"""
 _ITEM = re.compile(rf"{_NAME}(?:{_VALUE})\s*(?:,|\}}|$)")
 _KNOWN = frozenset({"loss", "grad_norm", "learning_rate", "epoch", "train_loss", "train_runtime", "eval_loss"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from ..names import standard
 from .log import Log, Stateless, count, number
 
 FORMAT = "Megatron-LM"
@@ -66,14 +67,17 @@ class Lines(Stateless):
         log.reached(step, FORMAT)
         time = log.time(line)
         values: dict[str, float] = {}
-        for field in found[3].split("|")[:-1]:  # what follows the last bar may be torn
-            name, _, text = field.partition(":")
+        scalar, rank = log.run.scalar, log.rank
+        for field in found[3].split("|"):
+            name, colon, text = field.partition(":")
+            if not colon:  # the oldest versions print "lm loss 6.9E+00"
+                name, _, text = field.strip().rpartition(" ")
             if (value := number(text)) is None:
                 continue
             name = name.strip()
             values[name] = value
-            named, factor, unit = _NAMES.get(name, (name, 1.0, ""))
-            log.scalar(named, step, value * factor, time, unit)
+            named, factor, unit = _NAMES.get(name) or (standard(name), 1.0, "")
+            scalar(named, step, value * factor, time, unit, None, rank)
         if values.get(_NAN_ITERATIONS) and "lm loss" not in values and "lm-loss" not in values:
             log.scalar("loss", step, math.nan, time)  # Megatron leaves the loss out of the line where it is NaN
         if not self._stated:
@@ -88,7 +92,7 @@ class Lines(Stateless):
         where = found[2].strip().removeprefix("on").strip()
         which = "" if where in ("", "validation set") else f" ({where})"
         time = self._log.time(line)
-        for field in found[3].split("|")[:-1]:
+        for field in found[3].split("|"):
             name, _, text = field.partition(":")
             if (value := number(text)) is not None:
                 name = name.strip()

@@ -9,7 +9,7 @@ from .log import NUMBER, Log, Stateless, count, number
 FORMAT = "OLMo"
 SIGN = rb"\[step=[\d,]+(?:/[\d,]+)?(?:,[^\]\n]{0,200})?\][^\n]*\n[^\n]{0,200}?[ \t]{2,}[\w/ ().-]{1,120}=[-+\d.na]"
 
-_STEP = re.compile(r"\[(?:eval_)?step=(\d[\d,]*?)(?:/(\d[\d,]*?))?(?:,epoch=(\d+)[^\]]*|,[a-z][^\]]*)?\]")
+_STEP = re.compile(r"\[step=(\d[\d,]*?)(?:/(\d[\d,]*?))?(?:,epoch=(\d+)[^\]]*|,[a-z][^\]]*)?\]")
 _FIELD = re.compile(rf"\s{{2,}}(\S[^=]{{0,199}}?)=({NUMBER})%?\s*$")
 
 _NAMES = {
@@ -31,7 +31,7 @@ _NAMES = {
 class Lines(Stateless):
     """Reads them."""
 
-    marks = (b"[step=", b"[eval_step=")
+    marks = (b"[step=",)
     open = False
 
     def __init__(self, log: Log) -> None:

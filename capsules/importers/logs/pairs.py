@@ -13,14 +13,18 @@ from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "own prints"
 SIGN = (
-    rb"\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep)\b\s*[:=#]?\s*\d[\d,]*(?:\s*/\s*\d+)?[^\n]{0,80}?"
-    rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b\s*[:=]?\s*(?:[-+.\d]|nan|inf)|\d+/\d+ \[[\d:]+<[^\]\n]{0,80}\bloss\s*=\s*[\d.n]"
+    rb"num_updates=\d+,"
+    rb"|\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep)\b\s*[:=#]?\s*\d[\d,]*(?:\s*/\s*\d+)?[^\n]{0,80}?"
+    rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b\s*[:=]?\s*(?:[-+.\d]|nan|inf)"
+    rb"|\d+/\d+ \[[\d:]+<[^\]\n]{0,80}loss\s*=\s*[\d.n]"
 )
 
 _STEP = re.compile(
-    r"(?<![\w/])(?:[Gg]lobal[_ ]?[Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep)\s{0,8}[:=#]?\s{0,8}(\d[\d,]{0,25})"
-    r"(?:\s{0,8}/\s{0,8}(\d[\d,]{0,25}))?(?![\w.])"
+    r"(?<![\w/])([Gg]lobal[_ ]?[Ss]tep|num_updates|[Ss]tep|[Ii]teration|[Ii]ter)(?:\(train\)\s{0,4}\[)?"
+    r"\s{0,8}[:=#]?\s{0,8}(\d[\d,]{0,25}(?:\.0)?)(?:\s{0,8}/\s{0,8}(\d[\d,]{0,25}))?\]?(?![\w.])"
 )
+#: Of several counts in one line, an optimizer step is meant before an iteration, which may be a micro-batch.
+_SUREST = ("g", "n", "s", "i")
 _WORD = r"[A-Za-z_][\w/.\-]{0,40}"
 _PAIR = re.compile(
     rf"(?<![\w.])({_WORD}(?: {_WORD}){{0,2}})(?:\s{{0,4}}[:=]\s{{0,4}}| )({NUMBER})\s?(ms|s|%)?(?![\w.:])"
@@ -43,8 +47,8 @@ class Lines(Stateless):
         """Use one line."""
         if (bar := _BAR.search(line)) is not None:
             return self._progress(bar)
-        found = _STEP.search(line)
-        step = count(found[1]) if found else None
+        found = min(_STEP.finditer(line), key=lambda each: _SUREST.index(each[1][0].lower()), default=None)
+        step = count(found[2].removesuffix(".0")) if found else None
         if found is None or step is None:
             return False
         values = _values(line[: found.start()] + " | " + line[found.end() :])
@@ -66,6 +70,8 @@ class Lines(Stateless):
         if at is None or total is None or not any(is_loss(name) for name in values):
             return False
         step = at + (count(bar[1]) or 0) * total if bar[1] else at
+        if (stated := values.pop("global_step", None)) is not None and 0 <= stated[0] < 2**53:
+            step = int(stated[0])
         if self._bar is not None and self._bar[0] != step:
             self._write(*self._bar, None)
         self._bar = (step, values)
