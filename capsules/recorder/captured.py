@@ -93,12 +93,6 @@ class StepSample:
         self._raw = False
         self._names = {id(p): name for name, p in parameters.items()}
 
-    def carried(self) -> Tensor | None:
-        """‖g‖ over the sample of gradients that lie there before this window's first backward; None without any."""
-        found = [p.grad for p in self._parameters.values() if p.grad is not None and statistics.is_readable(p.grad)]
-        norms = [statistics.norm(leading(each)) for each in found]
-        return torch.stack([each.float().to(norms[0].device) for each in norms]).norm() if norms else None
-
     @torch.no_grad()
     def gradients(self, scaled: bool) -> None:
         """Take the gradients as backward left them, before anything divides or clips them; the first call counts."""
@@ -156,7 +150,7 @@ class StepSample:
                     self._number(attributes, key, value)
             self._number(attributes, "grad_scale", scale)
             self._number(attributes, "lr_previous", rates[index] if index < len(rates) else None)
-            self._moments(optimizer, name, parameter, "")
+            self._moments(optimizer, name, parameter, "", "state_step_before")
 
     @torch.no_grad()
     def after(self, optimizer: Any, closure: bool) -> None:
@@ -170,7 +164,7 @@ class StepSample:
                 continue
             taken.arrays["after"] = leading(parameter)
             taken.attributes["closure"] = closure
-            self._moments(optimizer, name, parameter, "_after")
+            self._moments(optimizer, name, parameter, "_after", "state_step")
 
     def frozen_gradients(self) -> set[str]:
         """Names of frozen parameters that had a gradient when the optimizer stepped."""
@@ -201,16 +195,16 @@ class StepSample:
             if id(parameter) in self._names
         ]
 
-    def _moments(self, optimizer: Any, name: str, parameter: Tensor, suffix: str) -> None:
+    def _moments(self, optimizer: Any, name: str, parameter: Tensor, suffix: str, count: str) -> None:
         state, taken = optimizer.state.get(parameter, {}), self._taken[name]
         for key in _MOMENTS:
             value = state.get(key)
             if isinstance(value, Tensor) and statistics.is_readable(value) and value.shape == parameter.shape:
                 taken.arrays[key + suffix] = leading(value)
         if "step" in state:
-            self._number(taken.attributes, f"state_step{suffix}", state["step"])
+            self._number(taken.attributes, count, state["step"])
         elif not suffix and not state:
-            taken.attributes["state_step"] = 0
+            taken.attributes[count] = 0
 
     def _number(self, attributes: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(value, (int, float, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
@@ -231,6 +225,7 @@ class StepSamples:
         self._root = root
         self._parameters = parameters
         self._names: list[str] | None = None
+        self._chosen: dict[str, nn.Parameter] = {}
         self._window: Window | None = None
         self._sample: StepSample | None = None
         self._last = -EVERY_AT_MOST
@@ -247,13 +242,26 @@ class StepSamples:
             self._window, self._sample = window, None
             regular = window.everything and abs(window.step - self._last) >= EVERY_AT_MOST
             if window.due or regular or self._wanted:
-                parameters = self._parameters()
-                if self._names is None:
-                    trained, frozen = choose(self._root, parameters)
-                    self._names = [*trained, *frozen]
-                chosen = {name: parameters[name] for name in self._names if name in parameters}
-                self._sample, self._last = StepSample(chosen, window.later), window.step
+                self._chosen = self._choose()
+                self._sample, self._last = StepSample(self._chosen, window.later), window.step
         return self._sample
+
+    def _choose(self) -> dict[str, nn.Parameter]:
+        parameters = self._parameters()
+        if self._names is None:
+            trained, frozen = choose(self._root, parameters)
+            self._names = [*trained, *frozen]
+        return {name: parameters[name] for name in self._names if name in parameters}
+
+    @torch.no_grad()
+    def carried(self) -> Tensor | None:
+        """‖g‖ over the sample of gradients that lie there before a window's first backward; None without any.
+
+        Of every window: where a loop drops its gradients there is nothing to do.
+        """
+        found = [p.grad for p in self._chosen.values() if p.grad is not None and statistics.is_readable(p.grad)]
+        norms = [statistics.norm(leading(each)) for each in found]
+        return torch.stack([each.float().to(norms[0].device) for each in norms]).norm() if norms else None
 
     def rates(self, optimizer: Any) -> list[Any]:
         """Learning rates of the groups at the optimizer's step before; remembers those of now."""

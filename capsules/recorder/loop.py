@@ -78,8 +78,8 @@ class Loop:
             losses: list[Any] = [roots] if isinstance(roots, Tensor) else list(roots or ())
             window.backwards += 1
             event = window.event("backward")
-            if window.backwards == 1 and (sample := self.steps.of(window)) is not None:
-                window.later(sample.carried(), lambda value: event.update(carried=value))
+            if window.backwards == 1:
+                window.later(self.steps.carried(), lambda value: event.update(carried=value))
             for loss in losses:
                 if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
                     self._take_loss(window, loss)
