@@ -21,6 +21,8 @@ from .output import CommandError
 
 #: Seconds after the time limit in which the loader's process may still say what it has.
 GRACE_S = 5.0
+#: Seconds that our own imports may take there, on a slow file system.
+START_S = 300.0
 _MOST_ANSWER = 64 << 20
 _MOST_PRINTED = 1 << 16
 
@@ -163,7 +165,7 @@ def probe(request: dict[str, Any], timeout: float) -> Yielded:
             cwd=request["directory"],
         )
         try:
-            answer = _answer(process, time.monotonic() + timeout + GRACE_S)
+            answer = _answer(process, timeout + GRACE_S)
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -182,10 +184,11 @@ def probe(request: dict[str, Any], timeout: float) -> Yielded:
     return msgspec.convert({**content, "printed": lines}, Yielded)
 
 
-def _answer(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-    """Everything that the child writes until it ends; None at the deadline."""
+def _answer(process: subprocess.Popen[bytes], limit: float) -> bytes | None:
+    """What the child writes until it ends; None where that takes longer than ``limit`` seconds from its first byte."""
     assert process.stdout is not None
     buffer = bytearray()
+    deadline = time.monotonic() + START_S
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while len(buffer) < _MOST_ANSWER:
@@ -195,6 +198,8 @@ def _answer(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
             chunk = os.read(process.stdout.fileno(), 1 << 20)
             if not chunk:
                 break
+            if not buffer:
+                deadline = time.monotonic() + limit
             buffer += chunk
             with contextlib.suppress(ValueError):  # workers of the loader may hold the pipe open
                 json.loads(buffer)

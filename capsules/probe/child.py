@@ -36,6 +36,11 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # threads and workers of the loader are not waited for
 
+    # Our own imports (torch) are over: from here on it is the loader's time.
+    from . import taking  # noqa: F401
+
+    answers.write(b"\n")
+    answers.flush()
     try:
         answer(_probe(request, answer))
     except EvidenceError as error:
