@@ -20,6 +20,7 @@ COMMANDS = {
     "analyze": "name the first place where a run left the expected path",
     "import": "make a capsule of raw evidence: logs, trainer states, event files",
     "show": "what a capsule holds, and whether it can be replayed",
+    "diff": "the first step at which two runs part, and whether it looks like a fault",
     "probe": "what a data loader yields, before any training",
     "rules": "every check; with an id, its documentation",
     "cases": "search the log of resolved incidents",

@@ -26,6 +26,7 @@ _MODULES = {
     "memory": "memory",
     "ranks": "ranks",
     "latency": "latency",
+    "difference": "difference",
 }
 
 

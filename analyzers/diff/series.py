@@ -1,0 +1,288 @@
+"""Two curves at the steps they share: where they part first, and in what manner."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from ..series import Curve, Floats, Ints, align, curve, noise, placeholder, segments
+from . import thresholds as limits
+from .types import Manner, Row, SeriesDifference
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+#: Outcomes, the most telling first; other series follow by name.
+_FIRST = ("loss", "eval_loss", "grad_norm", "learning_rate", "loss_scale")
+#: What a job is given rather than what it computes.
+GIVEN = frozenset({"learning_rate", "weight_decay", "tokens", "batch-size", "global batch size", "consumed samples"})
+#: Words in the names of series that tell time and machine, and differ between any two runs.
+_MACHINE = (
+    *("time", "second", "memory", "gpu_", "throughput", "tflops", "mfu", "tps", "system/", "elapsed", "per gpu"),
+    *(" vs samples", "alloc_retries", "mem-"),
+)
+#: Series that always mean something, also where they are 0 throughout.
+_ALWAYS_REPORTED = frozenset({"loss", "eval_loss", "learning_rate"})
+_MOST_SERIES = 2000
+_SAMPLE = 2000
+_MOST_DIGITS = 15
+_BEFORE, _AFTER = 3, 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two curves at shared steps: int64[N], float64[N] each, and the size of the last digit, float64[N]."""
+
+    name: str
+    unit: str
+    step: Ints
+    left: Floats
+    right: Floats
+    resolution: Floats
+    differs: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+    @property
+    def first(self) -> int:
+        """Index of the first difference, N where there is none."""
+        return int(np.argmax(self.differs)) if self.differs.any() else len(self.step)
+
+    @property
+    def distance(self) -> Floats:
+        """|right − left| float64[N]; infinite where one side alone is not finite."""
+        with np.errstate(invalid="ignore"):
+            found = np.abs(self.right - self.left)
+        return np.where(np.isfinite(found), found, np.where(self.differs, np.inf, 0.0))
+
+    @property
+    def scale(self) -> Floats:
+        """The larger magnitude of the two, float64[N]."""
+        return np.maximum(np.maximum(np.abs(self.left), np.abs(self.right)), 1e-300)
+
+
+def shared_series(left: Capsule, right: Capsule) -> tuple[list[Pair], list[str]]:
+    """The series that both runs have and that a computation decides, most telling first; and what was left out."""
+    units = {key.name: key.unit for key in right.scalar_keys() if key.side is None}
+    units |= {key.name: key.unit for key in left.scalar_keys() if key.side is None}
+    names = {key.name for key in left.scalar_keys() if key.side is None}
+    names &= {key.name for key in right.scalar_keys() if key.side is None}
+    ordered = [name for name in _FIRST if name in names]
+    ordered += sorted(name for name in names if name not in _FIRST and not _of_the_machine(name))
+    pairs: list[Pair] = []
+    notes: list[str] = []
+    for name in ordered[:_MOST_SERIES]:
+        first, second = curve(left, name), curve(right, name)
+        side = _unreported(name, first, second)
+        if side:
+            notes.append(f"{name} was not reported by the {side} run (a constant 0 or -1): not compared")
+            continue
+        pair = pair_of(name, units[name], first, second)
+        if len(pair.step):
+            pairs.append(pair)
+        else:
+            notes.append(f"{name} has no step that both runs logged")
+    notes += [note for side, capsule in (("left", left), ("right", right)) if (note := _repeats(side, capsule))]
+    return _renumbered(pairs, left, right, notes), notes
+
+
+def pair_of(name: str, unit: str, left: Curve, right: Curve) -> Pair:
+    """Two curves at the steps they share, compared at the precision with which they were printed."""
+    step, first, second = align(left, right)
+    mine, theirs = resolution(first), resolution(second)
+    # Values printed alike are equal or not; of different precision, the coarser one decides what can be seen.
+    same_format = bool((mine == theirs).all())
+    if not same_format and len(step) < limits.NOISE_POINTS:
+        # So few values may all end in a zero that is not seen: a decimal more or less is no other format.
+        same_format = bool((np.maximum(mine, theirs) < 10.5 * np.minimum(mine, theirs)).all())
+    slack = np.zeros(len(step)) if same_format else 0.5 * (mine + theirs) * (1 + 1e-9)
+    with np.errstate(invalid="ignore"):
+        near = (np.abs(second - first) <= slack) | (first == second)
+    agree = near | (np.isnan(first) & np.isnan(second))
+    return Pair(name, unit, step, first, second, np.maximum(mine, theirs), ~agree)
+
+
+def resolution(values: Floats) -> Floats:
+    """Size of the last digit of each value, float64[N], from the decimals or significant digits they all need."""
+    finite = np.isfinite(values) & (values != 0)
+    found = values[finite]
+    sample = found[:: max(1, len(found) // _SAMPLE)]
+    if not len(sample):
+        return np.zeros(len(values))
+    magnitude = np.clip(np.floor(np.log10(np.abs(sample))), -290, 290)
+    digits = next((each for each in range(1, _MOST_DIGITS + 1) if _has_digits(sample, magnitude, each)), 17)
+    size = np.zeros(len(values))
+    if digits > 9 and bool((sample.astype(np.float32) == sample).all()):
+        size[finite] = np.spacing(np.abs(found).astype(np.float32))
+        return size
+    decimals = next((each for each in range(13) if _has_decimals(sample, each)), None)
+    with np.errstate(divide="ignore"):
+        size[finite] = 10.0 ** (np.floor(np.log10(np.abs(found))) - digits + 1)
+    return size if decimals is None else np.maximum(size, 10.0**-decimals)
+
+
+def judge(pair: Pair, rounding: float = limits.ROUNDING) -> SeriesDifference:
+    """In what manner two curves part.
+
+    Args:
+        pair: the curves at shared steps.
+        rounding: relative rounding of the jobs' dtype.
+    """
+    at = pair.first
+    base = SeriesDifference(
+        name=pair.name, unit=pair.unit, shared=len(pair.step), equal_before=min(at, len(pair.step)), manner="none"
+    )
+    if at == len(pair.step):
+        return base
+    ratio = _constant_ratio(pair) if at == 0 else None
+    if ratio is not None:
+        base = msgspec.structs.replace(base, ratio=ratio)
+        return _described(base, pair, "constant-ratio", f"right is {ratio:.4g} × left at {len(pair.step)} steps")
+    if at == 0:
+        return _described(base, pair, *_from_the_start(pair, rounding))
+    if _jumps(pair, at, rounding):
+        return _described(base, pair, "jump", "")
+    if _grows(pair, at):
+        return _described(base, pair, "rounding", "starts small and grows")
+    return _described(base, pair, "undetermined", "starts small, and does not grow as far as was logged")
+
+
+def rows_around(pair: Pair) -> tuple[Row, ...]:
+    """The shared steps before and after the first difference."""
+    at = pair.first
+    shown = range(max(0, at - _BEFORE), min(len(pair.step), at + _AFTER))
+    return tuple(
+        Row(
+            step=int(pair.step[each]),
+            left=float(pair.left[each]),
+            right=float(pair.right[each]),
+            differs=bool(pair.differs[each]),
+        )
+        for each in shown
+    )
+
+
+def _described(base: SeriesDifference, pair: Pair, manner: Manner, note: str) -> SeriesDifference:
+    at = pair.first
+    return msgspec.structs.replace(
+        base,
+        manner=manner,
+        note=note,
+        step=int(pair.step[at]),
+        left=float(pair.left[at]),
+        right=float(pair.right[at]),
+        relative=float(pair.distance[at] / pair.scale[at]),
+        resolution=float(pair.resolution[at]),
+    )
+
+
+def _jumps(pair: Pair, at: int, rounding: float) -> bool:
+    """Whether a difference is far beyond what rounding could have become since the last equal step."""
+    distance = pair.distance
+    if not math.isfinite(distance[at]):
+        return True
+    hidden = min(int(pair.step[at] - pair.step[at - 1]), limits.MOST_HIDDEN_STEPS)
+    floor = max(float(pair.resolution[at]), rounding * float(pair.scale[at]))
+    return bool(distance[at] >= limits.JUMP * limits.GROWTH_A_STEP ** (hidden - 1) * floor)
+
+
+def _grows(pair: Pair, at: int) -> bool:
+    later = pair.distance[at:]
+    if len(later) < 2 * limits.FIRST_POINTS:
+        return False
+    early, late = np.median(later[: limits.FIRST_POINTS]), np.median(later[-limits.FIRST_POINTS :])
+    return bool(late >= limits.GROWS * max(early, 1e-300))
+
+
+def _constant_ratio(pair: Pair) -> float | None:
+    """Right over left where it is the same at all shared steps and not 1; None otherwise."""
+    usable = np.isfinite(pair.left) & np.isfinite(pair.right) & (pair.left != 0) & (pair.right != 0)
+    if usable.sum() < limits.RATIO_POINTS or not usable.all():
+        return None
+    ratios = pair.right / pair.left
+    middle = float(np.median(ratios))
+    low, high = np.quantile(ratios, [0.1, 0.9])
+    spread = float(max(high - middle, middle - low)) / abs(middle)
+    for most, away in (limits.RATIO_SPREAD, limits.TIGHT_RATIO_SPREAD):
+        if spread <= most and max(abs(middle), 1 / abs(middle)) - 1 >= away and middle > 0:
+            return middle
+    return None
+
+
+def _from_the_start(pair: Pair, rounding: float) -> tuple[Manner, str]:
+    """The manner of curves that differ at the first shared step already."""
+    signed = pair.right - pair.left
+    if not np.isfinite(signed[0]):
+        return "start", "one side is not finite at the first shared step"
+    relative = float(pair.distance[0] / pair.scale[0])
+    begin = float(np.median(pair.distance[: limits.FIRST_POINTS]))
+    own = math.nan
+    if len(signed) >= limits.NOISE_POINTS:
+        own = max(noise(pair.left[np.isfinite(pair.left)]), noise(pair.right[np.isfinite(pair.right)]))
+    small = relative <= max(limits.SURE_ROUNDING, rounding / 4)
+    small |= relative <= limits.LARGEST_ROUNDING and begin <= limits.SMALL_AGAINST_NOISE * own
+    if small:
+        return "rounding", "starts small and grows" if _grows(pair, 0) else "stays small"
+    low, high = limits.DATA_AGAINST_NOISE
+    signs = signed[np.isfinite(signed)] > 0
+    mixed = min(signs.mean(), 1 - signs.mean()) >= limits.MIXED_SIGNS if len(signs) else False
+    if mixed and low * own <= begin <= high * own:
+        return "data-noise", "the differences scatter to both sides by as much as the curves do from step to step"
+    return "start", ""
+
+
+def _unreported(name: str, left: Curve, right: Curve) -> str:
+    """Which side never reported the series: a constant 0 or -1 that the other side never takes."""
+    if name in _ALWAYS_REPORTED:
+        return ""
+    for side, one, other in (("left", left, right), ("right", right, left)):
+        value = placeholder(one)
+        if value is None and 0 < len(one) < 3 and (one.value == -1.0).all():
+            value = -1.0
+        if value is not None and len(other) and not (other.value == value).any():
+            return side
+    return ""
+
+
+def _repeats(side: str, capsule: Capsule) -> str:
+    parts = segments(capsule, "loss")
+    if len(parts) < 2:
+        return ""
+    return (
+        f"the {side} run went back {len(parts) - 1} times (resumed): where a step was repeated, the last value counts"
+    )
+
+
+def _renumbered(pairs: list[Pair], left: Capsule, right: Capsule, notes: list[str]) -> list[Pair]:
+    """The pairs again with the right run's steps moved by one, where only that makes the loss agree."""
+    loss = next((pair for pair in pairs if pair.name == "loss"), None)
+    if loss is None or loss.first > 0 or len(loss.step) < limits.FIRST_POINTS:
+        return pairs
+    for shift in (1, -1):
+        moved = {pair.name: _moved(curve(right, pair.name), shift) for pair in pairs}
+        again = [pair_of(pair.name, pair.unit, curve(left, pair.name), moved[pair.name]) for pair in pairs]
+        found = next(pair for pair in again if pair.name == "loss")
+        if found.first >= limits.FIRST_POINTS and len(np.unique(found.left[: found.first])) > 2:
+            notes.append(f"the right run counts its steps from {-shift:+d}: they were moved by {shift:+d}")
+            return [pair for pair in again if len(pair.step)]
+    return pairs
+
+
+def _moved(found: Curve, shift: int) -> Curve:
+    return replace(found, step=found.step + shift)
+
+
+def _of_the_machine(name: str) -> bool:
+    lower = name.lower()
+    return any(word in lower for word in _MACHINE)
+
+
+def _has_digits(values: Floats, magnitude: Floats, digits: int) -> bool:
+    power = 10.0 ** (digits - 1 - magnitude)
+    return bool((np.abs(np.round(values * power) / power - values) <= 1e-14 * np.abs(values)).all())
+
+
+def _has_decimals(values: Floats, decimals: int) -> bool:
+    return bool((np.abs(np.round(values, decimals) - values) <= 1e-14 * np.maximum(1.0, np.abs(values))).all())
