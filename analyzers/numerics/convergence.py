@@ -163,7 +163,7 @@ def _divergence(capsule: Capsule, loss: Curve) -> Finding | None:
 
 def _plateau(capsule: Capsule, loss: Curve) -> Finding | None:
     tail = tail_of(loss, T.CONVERGENCE_TAIL)
-    start = start_level(loss.value[: max(1, len(loss) // 20)])
+    start = float(loss.value[: max(1, len(loss) // 20)].max())
     if tail is None or not tail.slope.holds_zero or tail.level < T.PLATEAU_LEVEL * start:
         return None
     possible = -tail.slope.low * tail.span

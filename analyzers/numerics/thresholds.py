@@ -152,7 +152,7 @@ TRACK_WINDOW: Final = 500
 TRACK_RECORDS: Final = 5
 #: Fewest layers among which one can stand alone.
 TRACKS: Final = 4
-#: Growth of a layer, and how much faster it must be than nine tenths of the others.
+#: Growth of a layer, and how much faster it must be than the median of the others.
 OUTLIER_GROWTH: Final = 10.0
 OUTLIER_ALONE: Final = 4.0
 #: Records in a row with nothing but zeros: after others, and where there were no others.
