@@ -80,11 +80,10 @@ def packing_contamination(capsule: Capsule) -> Iterator[Finding]:
         if all(each.crossing is None and each.restart is None for each in packed):
             raise NotJudged("position_ids or a mask [B, T, T] is needed to see whether packed documents are separate")
         return
-    worst = max(bad, key=lambda each: each.crossing or 0)
     alone = _alone(capsule)
-    sums = next((found for each in (worst, *bad) if (found := _sums(each, alone)) is not None), None)
+    sums = next((found for each in bad if (found := _sums(each, alone)) is not None), None)
     clean = next((s[0] for each in packed if each not in bad and (s := _sums(each, alone)) is not None), None)
-    yield _finding(capsule, worst, sums, clean)
+    yield _finding(capsule, bad[0], sums, clean)
 
 
 def _packed(rows: Rows, declared: bool = False) -> Packed | None:

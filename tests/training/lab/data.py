@@ -115,6 +115,16 @@ def packed(samples: Sequence[Sample], length: int = 64) -> Batch:
     }  # fmt: skip
 
 
+def packed_behind_mask(samples: Sequence[Sample]) -> Batch:
+    """As ``packed``, with a mask [B, T, T] in the place of the documents' numbers."""
+    batch = packed(samples)
+    segments = batch.pop("segment_ids")
+    length = segments.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    batch["attention_mask"] = (same & torch.ones(length, length, dtype=torch.bool).tril()).long()
+    return batch
+
+
 def batches(samples: Sequence[Sample], size: int, seed: int) -> Iterator[tuple[int, list[Sample]]]:
     """(epoch, ``size`` samples) without end, each epoch in an order of its own; the rest of an epoch is left out."""
     epoch = 0

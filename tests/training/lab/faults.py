@@ -160,9 +160,9 @@ def double_bos(samples: Sequence[Sample], lab: Lab) -> Batch:
 
 
 def without_boundaries(samples: Sequence[Sample], lab: Lab) -> Batch:
-    batch = data.packed(samples)
-    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]).clone()
-    batch["segment_ids"] = batch["attention_mask"].clone()
+    """Each token sees all before it in its row, whichever document they are of."""
+    batch = data.packed_behind_mask(samples)
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"]).tril()
     return batch
 
 
@@ -214,6 +214,7 @@ HONEST: dict[str, Lab] = {
     "rows of one length": Lab(kind="text"),
     "answers to prompts": Lab(kind="chat"),
     "packed documents": Lab(kind="packed"),
+    "packed documents behind a mask": Lab(kind="packed-mask"),
     "bf16 autocast": Lab(precision="bf16"),
     "fp16 with a scaler": Lab(precision="fp16"),
     "fp16 that looks for its scale": Lab(precision="fp16", init_scale=2.0**26),
@@ -296,7 +297,9 @@ FAULTS: dict[str, Fault] = {
     "all labels masked": _fault("objective/all-masked", "answers to prompts", collate=role_misspelt),
     "pad = eos": _fault("data/pad-is-eos", "padded documents", collate=pad_is_eos, told={"tokenizer": {"pad_id": EOS}}),
     "double BOS": _fault("data/bos-count", "answers to prompts", collate=double_bos),
-    "packed without boundaries": _fault("data/packing-contamination", "packed documents", collate=without_boundaries),
+    "packed without boundaries": _fault(
+        "data/packing-contamination", "packed documents behind a mask", collate=without_boundaries
+    ),
     "duplicated batches": _fault("data/duplicate-batch", "two workers", step=1, epoch_of=every_worker_everything),
     "poison sample": _fault(
         "data/poison-sample", "continued on more documents", "likely", step=18, make_samples=one_of_noise

@@ -170,7 +170,8 @@ def make_samples(lab: Lab) -> list[Sample]:
 
 def collate(samples: Sequence[Sample], lab: Lab) -> Batch:
     """A batch in the form that the kind of data asks for."""
-    return {"text": data.whole, "packed": data.packed}.get(lab.kind, data.padded)(samples)
+    makers = {"text": data.whole, "packed": data.packed, "packed-mask": data.packed_behind_mask}
+    return makers.get(lab.kind, data.padded)(samples)
 
 
 def epoch_of(samples: Sequence[Sample], epoch: int, lab: Lab) -> Iterator[tuple[list[Sample], Batch]]:
@@ -198,7 +199,8 @@ class Lab:
     """Everything that decides a run. The defaults are an honest run in float32 on padded documents.
 
     Attributes:
-        kind: documents (padded), text (rows of one length), chat (prompt and answer), packed.
+        kind: documents (padded), text (rows of one length), chat (prompt and answer), packed and packed-mask
+            (documents kept apart by their numbers, or by a mask).
         precision: fp32, bf16 and fp16 (autocast), bf16-pure (bfloat16 weights), bf16-master (with float32 masters).
         steps: optimizer steps an epoch; ``remainder`` more micro-batches make a short last window.
         resume: step at which the run starts, from a checkpoint made by the steps before; 0 for a fresh run.
@@ -262,7 +264,7 @@ class Lab:
                 "name": "AdamW", "lr": self.rate, "betas": [0.9, 0.95], "eps": 1e-8,
                 "weight_decay": self.weight_decay, "decoupled": True,
             },
-            "max_grad_norm": self.max_norm, "packing": self.kind == "packed",
+            "max_grad_norm": self.max_norm, "packing": self.kind.startswith("packed"),
             "loss_masking": "response" if self.kind == "chat" else "all",
         }  # fmt: skip
         if self.schedule:

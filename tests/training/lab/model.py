@@ -92,7 +92,10 @@ class GPT(nn.Module):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
-        """[B, T] (and the same shape for the rest; 0 in ``attention_mask`` is padding) -> logits [B, T, V]."""
+        """[B, T] (and the same shape for the rest) -> logits [B, T, V].
+
+        ``attention_mask`` is 0 for padding, or [B, T, T] with 1 for what each position may see.
+        """
         length = input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(length)[None]
@@ -100,8 +103,9 @@ class GPT(nn.Module):
         if segment_ids is not None:
             allowed = allowed & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         if attention_mask is not None:
-            real = attention_mask.bool()[:, None, None, :]
-            allowed = allowed & (real | torch.eye(length, dtype=torch.bool))  # no query is left without a key
+            seen = attention_mask.bool()
+            seen = seen[:, None, None, :] if seen.ndim == 2 else seen[:, None]
+            allowed = allowed & (seen | torch.eye(length, dtype=torch.bool))  # no query is left without a key
         x = self.embedding(input_ids) + self.positions(position_ids)
         for block in self.blocks:
             x = block(x, allowed)
