@@ -287,7 +287,7 @@ def _mask_token(fit: Fit, misfits: NDArray[np.bool_]) -> bool:
     """Whether the inputs at the labels that differ are mostly one token: masked-language-model labels, or noise."""
     at = fit.wrong[0] & misfits[:, None]
     tokens, counts = np.unique(fit.rows.ids[at], return_counts=True)
-    if counts.size == 0 or int(counts.max()) < T.MASK_TOKEN_SHARE * int(counts.sum()):
+    if counts.size == 0 or int(counts.max()) < max(T.MASK_TOKEN_LEAST, T.MASK_TOKEN_SHARE * int(counts.sum())):
         return False
     # A constant row meets the first condition, too: its own token is no mask.
     labels = fit.rows.labels

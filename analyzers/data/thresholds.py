@@ -81,8 +81,10 @@ LAYOUT_AGREEMENT: Final = 0.999
 #: Rows that fit less than this in every layout fit nothing; a row needs so many labels to be judged.
 GARBAGE_AGREEMENT: Final = 0.5
 GARBAGE_MIN_LABELS: Final = 8
-#: Of the positions at which labels differ, the share with one and the same input id that makes it a mask token.
+#: Of the positions at which labels differ, the share with one and the same input id that makes it a mask token, and
+#: the fewest.
 MASK_TOKEN_SHARE: Final = 0.5
+MASK_TOKEN_LEAST: Final = 3
 #: Below this agreement labels shifted by the collator are wrong; above, the tokens cut at document ends explain it.
 SHIFTED_CUT_AGREEMENT: Final = 0.9
 #: Offsets tried: of what token, counted from its own position, a label is the id.
