@@ -18,13 +18,23 @@ UNIT_ROUNDOFF = {
     "bfloat16": 2.0**-8,
 }
 
+#: Shifts and factors of a 64-bit mixing function (Stafford's variant of the MurmurHash3 finaliser).
+_MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
 #: A scalar fits within the printed rounding plus this many standard deviations.
 SIGMAS = 6.0
 
 
 @dataclass(frozen=True)
 class Noise:
-    """One draw of ± one unit roundoff on every input; the same draw perturbs the same input alike for every spec."""
+    """One draw of ± one unit roundoff on every input; the same draw perturbs the same input alike for every spec.
+
+    The sign is a hash of the number itself: equal numbers were rounded alike, so that the errors of rows that repeat do
+    not cancel.
+    """
 
     seed: int
     draw: int
@@ -32,8 +42,13 @@ class Noise:
 
     def __call__(self, array: Array, name: str) -> Array:
         """``array`` with each element scaled by 1 ± roundoff; ``name`` keeps the draws of two inputs apart."""
-        generator = np.random.default_rng((self.seed, self.draw, zlib.crc32(name.encode())))
-        signs = 2.0 * generator.integers(0, 2, size=array.shape) - 1.0
+        salt = np.random.default_rng((self.seed, self.draw, zlib.crc32(name.encode()))).integers(
+            0, 2**63, dtype=np.uint64
+        )
+        bits = np.ascontiguousarray(array, np.float64).view(np.uint64) ^ salt
+        for shift, factor in _MIX:
+            bits = (bits ^ (bits >> shift)) * factor
+        signs = np.where(bits >> np.uint64(63), 1.0, -1.0)
         return array * (1.0 + self.roundoff * signs)
 
 

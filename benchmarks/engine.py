@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,31 +23,49 @@ from llmconsole.capsules import Capsule, CapsuleWriter
 from tests.analyzers.sweep import incidents, rates
 
 
+#: Modes that the targets speak of; the others are shown with a third of the trials.
+TARGETS = (
+    *(rates.FP32_FOUR, rates.FP32_TWO_STEPS, rates.BF16_LOGITS, rates.BF16_LOGITS_TWO, rates.BF16_STORED_THREE),
+    rates.BF16_LOSS_FIVE,
+)
+
+
 def table(seeds: int) -> None:
-    """One line a mode: singles named and confirmed, healthy alarms, unknown causes named."""
+    """One line a mode: singles and pairs named, false names, healthy alarms, unknown causes named."""
     unknown = [f"unknown:{name}" for name in incidents.UNKNOWN]
-    print(f"{seeds} × ({len(incidents.FAULTS)} faults, {len(unknown)} causes outside the catalogue, {HEALTHY} healthy)")
-    print(f"{'':40}{'named':>8}{'confirmed':>11}{'misnamed':>10}{'alarms':>8}{'unknown named':>15}{'ms':>7}")
-    for mode in rates.MODES:
-        start = time.perf_counter()
-        said = rates.run(mode, [*incidents.FAULTS, *unknown, *["healthy"] * HEALTHY], range(seeds))
-        cost = (time.perf_counter() - start) / (seeds * (len(incidents.FAULTS) + len(unknown) + HEALTHY))
-        faults, confirmed = said.count("fault:"), said.count("fault:confirmed")
-        print(
-            f"{mode.name:40}{percent(confirmed + said.count('fault:likely'), faults)}{percent(confirmed, faults, 11)}"
-            f"{percent(said.count('fault:misnamed'), faults, 10)}"
-            f"{percent(said.count('healthy:false-alarm'), said.count('healthy:'))}"
-            f"{percent(said.count('unknown:named'), said.count('unknown:'), 15)}{cost * 1e3:7.0f}"
-        )
-        for line in said.wrong:
-            if "missed" not in line:
-                print("    ", line)
-    said = rates.run(rates.FP32_TWO_STEPS, list(incidents.FAULTS), range(seeds), without_truth=True)
-    total = said.count("unknown:")
     print(
-        f"truth taken out of the catalogue, {rates.FP32_TWO_STEPS.name}: "
-        f"confirmed {said.count('unknown:named-confirmed')}, likely {said.count('unknown:named-likely')} of {total}"
+        f"{len(incidents.FAULTS)} faults, {len(incidents.PAIRS)} pairs, {len(unknown)} causes outside the catalogue; "
+        "of trials that change the number, the equivalent set exact"
     )
+    heads = ("singles", "confirmed", "pairs", "confirmed", "misnamed", "false alarms", "unknown named", "confirmed")
+    print(f"{'':40}" + "".join(f"{head:>16}" for head in heads) + f"{'ms':>7}")
+    for mode in rates.MODES:
+        count = seeds if mode in TARGETS else max(1, seeds // 3)
+        start = time.perf_counter()
+        singles = rates.run(mode, list(incidents.FAULTS), range(count))
+        pairs = rates.run(mode, list(incidents.PAIRS), range(max(1, count // 3)))
+        healthy = rates.run(mode, ["healthy"] * HEALTHY, range(count))
+        others = rates.run(mode, unknown, range(max(1, count // 3)))
+        total = sum(each.said.total() for each in (singles, pairs, healthy, others))
+        cells: list[str] = []
+        for each in (singles, pairs):
+            known, confirmed = each.count("fault:"), each.count("fault:confirmed")
+            cells += [share(confirmed + each.count("fault:likely"), known), share(confirmed, known)]
+        wrong = singles.count("fault:misnamed") + pairs.count("fault:misnamed")
+        cells.append(share(wrong, singles.count("fault:") + pairs.count("fault:")))
+        cells.append(share(healthy.count("healthy:false-alarm"), healthy.count("healthy:")))
+        cells.append(share(others.count("unknown:named"), others.count("unknown:")))
+        cells.append(share(others.count("unknown:named-confirmed"), others.count("unknown:")))
+        cost = (time.perf_counter() - start) / total
+        print(f"{mode.name:40}" + "".join(f"{cell:>16}" for cell in cells) + f"{cost * 1e3:7.0f}", flush=True)
+    for mode in (rates.FP32_TWO_STEPS, rates.BF16_LOGITS_TWO, rates.BF16_LOSS_FIVE):
+        said = rates.run(mode, [*incidents.FAULTS, *incidents.PAIRS], range(seeds), without_truth=True)
+        confirmed, likely = said.count("unknown:named-confirmed"), said.count("unknown:named-likely")
+        print(
+            f"truth taken out of the catalogue, {mode.name}: confirmed {confirmed}, likely {likely} "
+            f"of {said.count('unknown:')}",
+            flush=True,
+        )
 
 
 def cost() -> None:
@@ -61,7 +78,7 @@ def cost() -> None:
         for name in ("logits [1, 512, 32000]", "log-sum-exp and target logits"):
             path = Path(folder) / f"{len(name)}.capsule"
             with CapsuleWriter(path, title=name, phase="training", manifest={}) as writer:
-                scores = {"logits": logits} if name.startswith("logits") else compact(logits, ids)
+                scores = {"logits": logits} if name.startswith("logits") else rates.compacted(logits, ids)
                 writer.batch(step=0, rank=0, input_ids=ids, labels=ids, reported_loss=loss, **scores)
             start = time.perf_counter()
             verdict = loss_verdict(Capsule.open(path))
@@ -69,21 +86,13 @@ def cost() -> None:
             print(f"{name:32} {verdict[0].status:10} {(time.perf_counter() - start) * 1e3:6.0f} ms")
 
 
-def compact(logits: torch.Tensor, ids: torch.Tensor) -> dict[str, np.ndarray]:
-    """What is left of logits [1, T, V] where V is too large to keep."""
-    length = ids.shape[1]
-    picked = np.full((1, length, 3), np.nan, np.float32)
-    for offset in range(3):
-        at = torch.arange(length - offset)
-        picked[0, : length - offset, offset] = logits[0, at, ids[0, offset:]].numpy()
-    return {"logsumexp": logits.logsumexp(-1).numpy(), "target_logits": picked}
+def share(part: int, whole: int) -> str:
+    """A rate with the number of trials behind it."""
+    return f"{100 * part / whole:.1f} % / {whole}" if whole else "–"
 
 
-def percent(part: int, whole: int, width: int = 8) -> str:
-    return f"{100 * part / whole if whole else float('nan'):{width - 2}.1f} %"
-
-
-HEALTHY = 12
+#: Healthy steps a seed.
+HEALTHY = 20
 
 
 def main(seeds: int = 4) -> int:

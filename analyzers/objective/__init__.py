@@ -1,5 +1,5 @@
 """Rules of the stage objective: is the number that was optimised the one that was meant?"""
 
-from . import computation, level
+from . import computation, fitting, hidden, level, supervision, vocabulary
 
-__all__ = ["computation", "level"]
+__all__ = ["computation", "fitting", "hidden", "level", "supervision", "vocabulary"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reference.token_ce import Ints, Scores, logsumexp, target_logits
+from ..reference.token_ce import Ints, Scores, logsumexp, logsumexp_rounding, target_logits
 from .loss_case import Mask, Micro
 
 if TYPE_CHECKING:
@@ -208,7 +208,9 @@ def _scores(batch: Batch, tokens: Ints, captured: Ints) -> Scores | None:
     logits = batch.logits
     if logits is not None:
         logits = np.asarray(logits)
-        return Scores(logsumexp(logits), tokens, target_logits(logits, tokens), logits, known)
+        narrowed = batch.logits_dtype is not None and batch.arrays["logits"].dtype != batch.logits_dtype
+        rounding = logsumexp_rounding(logits) if narrowed else None
+        return Scores(logsumexp(logits), tokens, target_logits(logits, tokens), logits, known, rounding)
     total, following = batch.logsumexp, batch.target_logits
     if total is None or following is None:
         return None

@@ -258,7 +258,12 @@ def boundaries_asked_for(capsule: Capsule) -> Iterator[Finding]:
 
     if max(misses(inside=True)) < 3 * max(1.0, max(misses(inside=False))):
         return
-    inside = reported_loss(first.window, replace(LossSpec(), positions="inside-documents"), None, None)
+    inside = reported_loss(
+        first.window,
+        replace(LossSpec(reduction=declared_reduction(capsule) or "token-mean"), positions="inside-documents"),
+        None,
+        None,
+    )
     yield Finding(
         title="The loss crosses the boundaries of packed documents",
         summary=(

@@ -216,10 +216,11 @@ def _input_roundoff(batch: Batch) -> float:
     """Of the dtype in which the scores were used; of the stored dtype where storing them lost something."""
     used = _roundoff(batch.loss_dtype, batch.logits_dtype)
     job = batch.logits_dtype
+    # What storing rounds off is spread evenly over ± u: √3 times less than ± u itself.
     for name in ("logits", "logsumexp", "target_logits"):
         info = batch.arrays.get(name)
         if info is not None and info.dtype in UNIT_ROUNDOFF and info.dtype != job:
-            used = max(used, UNIT_ROUNDOFF[info.dtype])
+            used = max(used, UNIT_ROUNDOFF[info.dtype] / np.sqrt(3.0))
     return used
 
 

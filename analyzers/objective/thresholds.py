@@ -38,7 +38,7 @@ EVAL_POINTS: Final = 2
 
 # Supervision.
 #: Share of rows without a supervised token from which it is more than a remark.
-MASKED_ROWS: Final = 0.1
+MASKED_ROWS: Final = 0.5
 
 # A hidden loss.
 #: Points in a row without a finite gradient norm from which a missing loss is an incident.
@@ -51,8 +51,8 @@ FILTER_RATIO: Final = 0.1
 RECITES: Final = 0.2
 BY_HEART: Final = 0.1
 #: Passes over the data, and samples up to which a set is small.
-MANY_EPOCHS: Final = 5.0
-FEW_SAMPLES: Final = 20_000
+MANY_EPOCHS: Final = 4.0
+FEW_SAMPLES: Final = 10_000
 #: An evaluation within this multiple (plus ``RECITES``) of the training loss shows that it generalises.
 GENERALISES: Final = 2.0
 #: Share of answers that begin alike, and share of distinct four-token sequences below which variety has collapsed.

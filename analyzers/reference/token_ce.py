@@ -40,6 +40,22 @@ def logsumexp(logits: NDArray[np.floating]) -> Floats:
     return result.reshape(logits.shape[:-1])
 
 
+def logsumexp_rounding(logits: NDArray[np.floating]) -> Floats:
+    """√Σ p²x² over the last axis: root mean square move of the log-sum-exp for ± one unit roundoff on each logit x.
+
+    p is the softmax; to first order d(logsumexp) = Σ p dx, and the roundings of different logits are independent.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    result = np.empty(len(rows), dtype=np.float64)
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].astype(np.float64)
+        weight = np.exp(part - part.max(axis=1, keepdims=True))
+        weight /= weight.sum(axis=1, keepdims=True)
+        result[start : start + step] = np.sqrt(np.square(np.where(weight > 0, weight * part, 0.0)).sum(axis=1))
+    return result.reshape(logits.shape[:-1])
+
+
 def target_logits(logits: NDArray[np.floating], input_ids: Ints) -> Floats:
     """Entry [b, t, o] is the logit at (b, t) for the token ``input_ids.flat[b·T + t + o]``; NaN past the end."""
     batch, length, vocabulary = logits.shape
@@ -65,6 +81,8 @@ class Scores:
         following: [B, T, 3], logits of the tokens at flattened offsets 0, 1, 2.
         logits: [B, T, V] where they were kept: any target can then be asked, not only the three.
         known_loss: [B, T] losses that the job itself kept, used where the scores do not reach. NaN elsewhere.
+        rounding: [B, T], how far one unit roundoff on each logit moves the log-sum-exp; None where it is itself what
+            was rounded.
     """
 
     logsumexp: Floats
@@ -72,6 +90,7 @@ class Scores:
     following: Floats
     logits: NDArray[np.floating] | None = None
     known_loss: Floats | None = None
+    rounding: Floats | None = None
 
     @classmethod
     def from_logits(cls, logits: NDArray[np.floating], input_ids: Ints) -> Scores:
@@ -96,7 +115,9 @@ class Scores:
         wanted = self._logit(targets)
         total = self.logsumexp
         if perturb is not None:
-            total, wanted = perturb(total, "logsumexp"), perturb(wanted, "target_logit")
+            moved = np.abs(total) if self.rounding is None else self.rounding
+            total = total + (perturb(moved, "logsumexp") - moved)
+            wanted = perturb(wanted, "target_logit")
         loss = total - wanted
         if self.known_loss is not None and job_targets is not None:
             loss = np.where(np.isnan(loss) & (targets == job_targets), self.known_loss, loss)

@@ -196,8 +196,15 @@ def test_the_same_draw_of_noise_moves_the_same_input_alike_and_by_one_roundoff()
     noise = Noise(seed=1, draw=2, roundoff=1e-3)
     assert (noise(X, "x") == noise(X, "x")).all()
     assert np.abs(noise(X, "x") / X - 1) == pytest.approx(1e-3)
-    many = np.ones(1000)
+    many = np.linspace(1.0, 2.0, 1000)
     assert (noise(many, "x") != noise(many, "y")).any()
+    assert abs(np.sign(noise(many, "x") - many).sum()) < 150  # five standard deviations of a fair coin
+
+
+def test_equal_numbers_are_perturbed_alike_since_they_were_rounded_alike() -> None:
+    rows = np.tile(np.linspace(1.0, 2.0, 7), (5, 1))
+    moved = Noise(seed=1, draw=2, roundoff=1e-3)(rows, "x")
+    assert (moved == moved[0]).all()
 
 
 class TestTensors:

@@ -7,7 +7,7 @@ it. Nothing of the package is used, so agreement with its FP64 reference means s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,17 @@ class Micro:
 
     logits: Tensor  # [B, T, V] in the dtype of the model's output
     ids: Tensor  # [B, T]
-    labels: Tensor  # [B, T], IGNORE on prompt and padding
+    labels: Tensor  # [B, T], IGNORE on prompt, tool results, first tokens of packed documents, and padding
     mask: Tensor  # [B, T]
+    roles: Tensor | None = None  # [B, T]
+    segments: Tensor | None = None  # [B, T]
 
 
 @dataclass(frozen=True)
 class Step:
     micros: list[Micro]
     configured: int
+    others: list[Micro]  # of the second rank, where there is one
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,17 @@ class Mode:
     loss: torch.dtype = torch.float32
     decimals: int | None = None
     steps: int = 1
+    stored: torch.dtype | None = None  # what the capture keeps, where that is narrower
+    compact: bool = False  # log-sum-exp and three target logits instead of whole logits
+
+
+PAD, USER, ASSISTANT, TOOL = 0, 2, 3, 4
 
 
 def make_step(generator: torch.Generator, mode: Mode, shape: dict[str, int]) -> Step:
     micros = [make_micro(generator, mode.logits, shape) for _ in range(shape["micros"])]
-    return Step(micros, shape["configured"])
+    others = [make_micro(generator, mode.logits, shape) for _ in range(shape["micros"] * (shape["ranks"] - 1))]
+    return Step(micros, shape["configured"], others)
 
 
 def make_micro(generator: torch.Generator, dtype: torch.dtype, shape: dict[str, int]) -> Micro:
@@ -69,9 +78,22 @@ def make_micro(generator: torch.Generator, dtype: torch.dtype, shape: dict[str, 
 
     ids = 1 + below(vocabulary - 1, (batch, length))
     labels, mask = ids.clone(), torch.ones_like(ids)
+    roles = torch.full_like(ids, ASSISTANT) if shape["roles"] else None
+    segments = torch.zeros_like(ids) if shape["packed"] else None
     for row in range(batch):
-        prompt, padding = int(below(length // 3 + 1)), int(below(length // 3 + 1))
+        prompt, padding = int(below(length // 3 + 1)) + (row == 0), int(below(length // 3 + 1))
         labels[row, :prompt] = IGNORE
+        if roles is not None:
+            tool = length // 3 + 1 + int(below(length // 4))
+            labels[row, tool : tool + 1 + int(below(3))] = IGNORE
+            roles[row] = torch.where(labels[row] == IGNORE, TOOL, ASSISTANT)
+            roles[row, :prompt] = USER
+            if padding:
+                roles[row, -padding:] = PAD
+        if segments is not None:
+            for start in sorted({1 + int(below(length - 1)) for _ in range(1 + int(below(3)))}):
+                segments[row, start:] += 1
+                labels[row, start] = IGNORE
         if padding:
             ids[row, -padding:] = 0
             labels[row, -padding:] = IGNORE
@@ -81,7 +103,7 @@ def make_micro(generator: torch.Generator, dtype: torch.dtype, shape: dict[str, 
     lean = 2 * float(torch.rand((), generator=generator))
     following = torch.roll(ids, -1, dims=1)
     logits.scatter_add_(2, following[..., None], torch.full((batch, length, 1), lean))
-    return Micro(logits.to(dtype), ids, labels, mask)
+    return Micro(logits.to(dtype), ids, labels, mask, roles, segments)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean", **options: float) -> Tensor:
@@ -150,6 +172,18 @@ def sequence_mean(step: Step) -> Tensor:
     return torch.stack(rows).mean()
 
 
+def with_prompt(micro: Micro) -> Tensor:
+    real = micro.mask == 1 if micro.roles is None else micro.roles == USER
+    return torch.where(real, micro.ids, micro.labels)
+
+
+def with_starts(micro: Micro) -> Tensor:
+    assert micro.segments is not None
+    start = torch.zeros_like(micro.mask, dtype=torch.bool)
+    start[:, 1:] = (micro.segments[:, 1:] != micro.segments[:, :-1]) & (micro.mask[:, 1:] == 1)
+    return torch.where(start, micro.ids, micro.labels)
+
+
 HEALTHY: Callable[[Step], Tensor] = over_labels(lambda m: m.labels)
 
 #: The catalogue's faults as a training script would commit them.
@@ -160,7 +194,9 @@ FAULTS: dict[str, Callable[[Step], Tensor]] = {
     "labels-shifted-twice-into-next-row": over_pairs(into_next_row),
     "labels-shifted-twice-cut-rows": over_pairs(cut_rows),
     "pad-in-loss": over_labels(lambda m: torch.where(m.mask == 0, m.ids, m.labels)),
-    "prompt-in-loss": over_labels(lambda m: torch.where(m.mask == 1, m.ids, m.labels)),
+    "prompt-in-loss": over_labels(lambda m: with_prompt(m)),
+    "tool-in-loss": over_labels(lambda m: torch.where(m.roles == TOOL, m.ids, m.labels)),  # type: ignore[arg-type]
+    "document-boundary-in-loss": over_labels(lambda m: with_starts(m)),
     "ignored-positions-scored": over_labels(lambda m: m.ids),
     "ignored-in-denominator": lambda step: token_mean(
         step.micros, lambda m: next_token(m, reduction="sum"), lambda m: torch.tensor(m.ids[:, 1:].numel())
@@ -177,6 +213,63 @@ FAULTS: dict[str, Callable[[Step], Tensor]] = {
     "accumulation-not-divided": lambda step: torch.stack([next_token(each) for each in step.micros]).sum(),
     "configured-window": lambda step: torch.stack([next_token(each) / step.configured for each in step.micros]).sum(),
     "times-accumulation": lambda step: HEALTHY(step) * len(step.micros),
+    "one-rank-denominator": lambda step: (
+        sum(next_token(each, reduction="sum") for each in [*step.micros, *step.others])
+        / sum(count(each) for each in step.micros)
+    ),
+    "times-world-size": lambda step: HEALTHY(step) * 2,
+    "divided-by-world-size": lambda step: HEALTHY(step) / 2,
+}
+
+#: What labels ask for, how they are paired with logits, and how token losses are reduced: two slips at once are two of
+#: these, written as scripts write them.
+LABELS: dict[str, Callable[[Micro], Tensor]] = {
+    "": lambda m: m.labels,
+    "pad-in-loss": lambda m: torch.where(m.mask == 0, m.ids, m.labels),
+    "prompt-in-loss": with_prompt,
+    "ignored-positions-scored": lambda m: m.ids,
+}
+PAIRING: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "": lambda logits, labels: (logits[:, :-1], labels[:, 1:]),
+    "labels-not-shifted": lambda logits, labels: (logits, labels),
+    "labels-shifted-twice": lambda logits, labels: (logits[:, :-2], labels[:, 2:]),
+}
+
+
+def rows_of(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    rows = [(x, y) for logits, labels in pairs for x, y in zip(logits, labels, strict=True) if (y != IGNORE).any()]
+    return torch.stack([cross_entropy(x, y) for x, y in rows]).mean()
+
+
+def tokens_of(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return sum((labels != IGNORE).sum() for _, labels in pairs)  # type: ignore[return-value]
+
+
+def summed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return sum(cross_entropy(x, y, "sum") for x, y in pairs)  # type: ignore[return-value]
+
+
+REDUCE: dict[str, Callable[[list[tuple[Tensor, Tensor]]], Tensor]] = {
+    "": lambda pairs: summed(pairs) / tokens_of(pairs),
+    "sum": summed,
+    "sequence-mean": rows_of,
+    "mean-of-micro-batch-means": lambda pairs: torch.stack([cross_entropy(x, y) for x, y in pairs]).mean(),
+    "accumulation-not-divided": lambda pairs: torch.stack([cross_entropy(x, y) for x, y in pairs]).sum(),
+    "ignored-in-denominator": lambda pairs: summed(pairs) / sum(labels.numel() for _, labels in pairs),
+}
+
+
+def composed(labels: str, pairing: str, reduce: str) -> Callable[[Step], Tensor]:
+    return lambda step: REDUCE[reduce]([PAIRING[pairing](m.logits, LABELS[labels](m)) for m in step.micros])
+
+
+#: Two faults at once, by their names joined with " + ".
+PAIRS: dict[str, Callable[[Step], Tensor]] = {
+    " + ".join(name for name in (labels, pairing, reduce) if name): composed(labels, pairing, reduce)
+    for labels in LABELS
+    for pairing in PAIRING
+    for reduce in REDUCE
+    if [labels, pairing, reduce].count("") == 1
 }
 
 
@@ -245,6 +338,16 @@ def first_half(micro: Micro) -> tuple[Tensor, Tensor]:
     return micro.logits[:, :half], micro.labels[:, 1 : half + 1]
 
 
+def clipped(step: Step) -> Tensor:
+    losses = torch.cat([cross_entropy(m.logits[:, :-1], m.labels[:, 1:], "none") for m in step.micros])
+    return losses.clamp(max=3.0).sum() / sum(count(each) for each in step.micros)
+
+
+def entropy_bonus(step: Step) -> Tensor:
+    spread = torch.stack([torch.special.entr(m.logits.softmax(-1)).sum(-1).mean() for m in step.micros]).mean()
+    return HEALTHY(step) - 0.01 * spread
+
+
 #: Causes outside the catalogue. The only right answer to them is undetermined.
 UNKNOWN: dict[str, Callable[[Step], Tensor]] = {
     "label-smoothing": smoothed,
@@ -264,13 +367,20 @@ UNKNOWN: dict[str, Callable[[Step], Tensor]] = {
     "first-half-only": over_pairs(
         lambda m: (m.logits[:, : m.ids.shape[1] // 2], m.labels[:, 1 : m.ids.shape[1] // 2 + 1])
     ),
+    "perplexity": lambda step: torch.exp(HEALTHY(step)),
+    "sum-over-rows": lambda step: (
+        sum(next_token(each, reduction="sum") for each in step.micros) / sum(len(each.ids) for each in step.micros)
+    ),
+    "two-heads": lambda step: (HEALTHY(step) + FAULTS["labels-shifted-twice"](step)) / 2,
+    "clipped": clipped,
+    "entropy-bonus": entropy_bonus,
     "moving-average": lambda step: 0.9 * HEALTHY(step) + 0.1 * 2.9,
     "other-logits": over_pairs(lambda m: (torch.roll(m.logits, 2, dims=1)[:, :-1], m.labels[:, 1:])),
 }
 
 
 def make(seed: int, mode: Mode, truth: str) -> Incident:
-    """A random incident with the given truth: "healthy", a name of ``FAULTS``, or "unknown:" and one of ``UNKNOWN``."""
+    """A random incident with the given truth: "healthy", a name of ``FAULTS`` or ``PAIRS``, or "unknown:…"."""
     generator = torch.Generator().manual_seed(seed)
 
     def between(low: int, high: int) -> int:
@@ -285,12 +395,21 @@ def make(seed: int, mode: Mode, truth: str) -> Incident:
         "vocabulary": between(13, 80),
         "micros": micros,
         "configured": micros + (between(1, 3) if truth == "configured-window" else 0),
+        "ranks": 2 if "world" in truth or "rank" in truth else 1,
+        "packed": int(truth.startswith("document") or (truth == "healthy" and between(0, 3) == 0)),
+        "roles": int("tool" in truth),
     }
-    loss = {"healthy": HEALTHY, **FAULTS, **{f"unknown:{name}": each for name, each in UNKNOWN.items()}}[truth]
+    if not shape["packed"] and truth in ("healthy", "prompt-in-loss", "pad-in-loss", "ignored-positions-scored"):
+        shape["roles"] = int(between(0, 2) == 0)
+    loss = {"healthy": HEALTHY, **FAULTS, **PAIRS, **{f"unknown:{name}": each for name, each in UNKNOWN.items()}}[truth]
     steps = [make_step(generator, mode, shape) for _ in range(mode.steps)]
     reported: list[float] = []
     for step in steps:
-        cast = Step([Micro(m.logits.to(mode.loss), m.ids, m.labels, m.mask) for m in step.micros], step.configured)
+        micros, others = (
+            [replace(each, logits=each.logits.to(mode.loss)) for each in several]
+            for several in (step.micros, step.others)
+        )
+        cast = Step(micros, step.configured, others)
         value = float(loss(cast).to(mode.loss))
         reported.append(value if mode.decimals is None else float(f"{value:.{mode.decimals}f}"))
     return Incident(truth, steps, reported, mode.decimals, str(mode.logits)[6:], str(mode.loss)[6:])
