@@ -13,9 +13,9 @@ from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "own prints"
 SIGN = (
-    rb"num_updates=\d+,"
+    rb"num_updates=\d+,|\bIter\(train\) \[ *\d+/"
     rb"|\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep)\b\s*[:=#]?\s*\d[\d,]*(?:\s*/\s*\d+)?[^\n]{0,80}?"
-    rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b\s*[:=]?\s*(?:[-+.\d]|nan|inf)"
+    rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b(?: train)?\s*[:=]?\s*(?:[-+.\d]|nan|inf)"
     rb"|\d+/\d+ \[[\d:]+<[^\]\n]{0,80}loss\s*=\s*[\d.n]"
 )
 
