@@ -6,12 +6,10 @@ takes the lock, applies the same edit to the file as it is by then, commits that
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
 import stat
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import paths
 from . import cards
+from .files import replace_file, restore_file
 from .incident import read_incident, update_incident
 from .nodes import find_test
 from .store import Repository
@@ -217,11 +216,11 @@ def commit(plan: Plan) -> str:
             raise ResolveError(str(error)) from error
         head = repository.commit_id("HEAD")
         try:
-            _write(plan.file, edited.encode("utf-8", "surrogateescape"))
+            replace_file(plan.file, edited.encode("utf-8", "surrogateescape"))
             sha = repository.commit(plan.file, plan.message)
         except BaseException as error:
             if repository.commit_id("HEAD") == head:  # an interrupt may come after the commit
-                _restore(plan.file, before)
+                restore_file(plan.file, before)
             if isinstance(error, OSError):
                 raise ResolveError(f"{plan.file} cannot be written: {error.strerror}") from error
             raise
@@ -372,31 +371,3 @@ def _diff(before: str, after: str, name: str) -> str:
 
 def _changed_lines(diff: str) -> list[str]:
     return [line for line in diff.split("\n")[2:] if line.startswith(("+", "-"))]
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Replace the file in one step, keeping its mode."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-        mode = file.stat().st_mode & 0o777 if file.exists() else 0o666 & ~_umask()
-        os.chmod(temporary, mode)
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _restore(file: Path, content: bytes | None) -> None:
-    if content is None:
-        file.unlink(missing_ok=True)
-    else:
-        _write(file, content)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -125,32 +125,34 @@ class Repository:
         """Whether the index knows the file."""
         return bool(self._git("ls-files", "-z", "--", f":(top,literal){relative}"))
 
-    def commit(self, path: Path, message: str, delays: Sequence[float] = LOCK_DELAYS) -> str:
-        """Commit one file as it lies in the work tree, and only it; return the commit's id.
+    def commit(self, paths: Path | Sequence[Path], message: str, delays: Sequence[float] = LOCK_DELAYS) -> str:
+        """Commit files as they lie in the work tree, and only them; return the commit's id.
 
         Staged and unstaged changes of other files stay as they are. On failure the index is as it was.
 
         Args:
-            path: the file.
+            paths: one file or several.
             message: the whole message.
             delays: seconds to wait between tries while another process holds the index.
 
         Raises:
             StoreError: git refused; in its own words, or in ours where we know what to do.
         """
-        pathspec = f":(top,literal){self.relative(path)}"
+        names = [self.relative(path) for path in ([paths] if isinstance(paths, Path) else paths)]
+        pathspecs = [f":(top,literal){name}" for name in names]
+        new = [pathspec for name, pathspec in zip(names, pathspecs, strict=True) if not self.tracked(name)]
         added = False
         try:
-            if not self.tracked(self.relative(path)):
-                self._patiently(delays, "add", "--", pathspec)
+            if new:
+                self._patiently(delays, "add", "--", *new)
                 added = True
             with tempfile.TemporaryFile() as text:
                 text.write(message.encode("utf-8", "replace"))
-                self._patiently(delays, "commit", "--quiet", "--file=-", "--only", "--", pathspec, text=text)
+                self._patiently(delays, "commit", "--quiet", "--file=-", "--only", "--", *pathspecs, text=text)
         except BaseException:
             if added:
                 with contextlib.suppress(StoreError):
-                    self._patiently(delays, "rm", "--cached", "--quiet", "--", pathspec)
+                    self._patiently(delays, "rm", "--cached", "--quiet", "--", *new)
             raise
         return self._git("rev-parse", "--verify", "HEAD").decode().strip()
 
@@ -195,6 +197,46 @@ class Repository:
             return None
         found = self._git("log", "-1", "--invert-grep", "--basic-regexp", f"--grep=^{name}:", "--format=%H", "--")
         return found.decode().strip() or None
+
+    def trailers(self, commit: str) -> dict[str, str]:
+        """The trailers of a commit's message, the last of each name."""
+        printed = self._git("log", "-1", "--format=%(trailers:only,unfold)", commit, "--").decode("utf-8", "replace")
+        pairs = (line.partition(":") for line in printed.splitlines())
+        return {name.strip(): value.strip() for name, colon, value in pairs if colon}
+
+    def newest_touching(self, relative: str) -> str | None:
+        """Full id of the newest commit of HEAD that changed a file, or None."""
+        if self.commit_id("HEAD") is None:
+            return None
+        found = self._git("log", "-1", "--format=%H", "--", f":(top,literal){relative}").decode().strip()
+        return found or None
+
+    def reachable(self, commit: str) -> bool:
+        """Whether HEAD, a branch or a tag still leads to a commit."""
+        with contextlib.suppress(StoreError):  # it says no by its exit status
+            self._git("merge-base", "--is-ancestor", commit, "HEAD")
+            return True
+        with contextlib.suppress(StoreError):
+            return bool(self._git("for-each-ref", "--count=1", "--contains", commit, "--format=%(refname)").strip())
+        return False
+
+    def changes(self, leaving_out: Sequence[str] = ()) -> list[str]:
+        """Tracked files whose content differs from HEAD, staged or not, but for paths below ``leaving_out``."""
+        printed = self._git("status", "--porcelain=v1", "--untracked-files=no", "--no-renames", "-z")
+        names = [os.fsdecode(row[3:]) for row in printed.split(b"\0") if len(row) > 3]
+        return [name for name in names if not any(name == each or name.startswith(f"{each}/") for each in leaving_out)]
+
+    def add_worktree(self, path: Path, commit: str) -> None:
+        """Check a commit out into a new directory outside the work tree, on no branch.
+
+        Raises:
+            StoreError: git refused.
+        """
+        self._git("worktree", "add", "--quiet", "--detach", "--", os.fspath(path), commit)
+
+    def prune_worktrees(self) -> None:
+        """Have git forget work trees whose directory is gone."""
+        self._git("worktree", "prune", "--expire=now")
 
     def summary(self, commit: str) -> str:
         """What a commit is and touches, as git tells it (``git show --stat``)."""

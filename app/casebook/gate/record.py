@@ -1,0 +1,219 @@
+"""``gates/CASE.json``: the record as an in-toto statement, in one canonical form, and the check that it still holds.
+
+Statement v1 and the test-result predicate v0.1 are those of the in-toto attestation framework; what they have no
+field for stands under ``llmconsole``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..store import Repository
+from .items import Result, digest_of
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+
+Outcome = Literal["passed", "passed-with-exceptions", "failed"]
+_PREDICATE_RESULT: dict[Outcome, str] = {"passed": "PASSED", "passed-with-exceptions": "WARNED", "failed": "FAILED"}
+
+
+class RecordError(Exception):
+    """A record does not hold, or there is none; one line that says which and why."""
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """What a run of the gate establishes, before it becomes a statement.
+
+    Attributes:
+        case: id of the case.
+        broken: full id of the commit with the fault.
+        fixed: full id of the commit with the fix.
+        capsule_sha256: digest of the incident's capsule; empty where it is not known.
+        plan_sha256: digest of the gate's file.
+        rules_sha256: digest of all rules' declarations and documentation.
+        version: of llmconsole.
+        results: the six items.
+        environment: python, torch, cuda, driver, gpu, seeds.
+        who: ``Name <address>``.
+        started: UTC, RFC 3339.
+        seconds: how long it took.
+    """
+
+    case: str
+    broken: str
+    fixed: str
+    capsule_sha256: str
+    plan_sha256: str
+    rules_sha256: str
+    version: str
+    results: list[Result]
+    environment: dict[str, Any]
+    who: str
+    started: str
+    seconds: float
+
+    @property
+    def outcome(self) -> Outcome:
+        """Passed where every item did; with exceptions where some were left out with a reason; failed otherwise."""
+        verdicts = {each.verdict for each in self.results}
+        if verdicts - {"passed", "skipped"}:
+            return "failed"
+        return "passed-with-exceptions" if "skipped" in verdicts else "passed"
+
+
+def plan_name(case: str) -> str:
+    """Path of the gate's file from the root of the repository."""
+    return f"gates/{case}.toml"
+
+
+def record_name(case: str) -> str:
+    """Path of the record from the root of the repository."""
+    return f"gates/{case}.json"
+
+
+def statement(facts: Facts) -> dict[str, Any]:
+    """The in-toto statement."""
+    subject: list[dict[str, Any]] = [{"name": "fix", "digest": {"gitCommit": facts.fixed}}]
+    if facts.capsule_sha256:
+        subject.append({"name": "capsule", "digest": {"sha256": facts.capsule_sha256}})
+    named: dict[str, list[str]] = {"passed": [], "skipped": [], "failed": []}
+    for each in facts.results:
+        named["failed" if each.verdict == "error" else each.verdict].append(each.item)
+    return {
+        "_type": STATEMENT,
+        "subject": subject,
+        "predicateType": PREDICATE,
+        "predicate": {
+            "result": _PREDICATE_RESULT[facts.outcome],
+            "configuration": [
+                {"name": plan_name(facts.case), "digest": {"sha256": facts.plan_sha256}},
+                {"name": "rules", "digest": {"sha256": facts.rules_sha256}},
+            ],
+            "passedTests": named["passed"],
+            "warnedTests": named["skipped"],
+            "failedTests": named["failed"],
+            "llmconsole": msgspec.to_builtins(facts)
+            | {"outcome": facts.outcome, "not_run": {r.item: r.words for r in facts.results if r.verdict == "skipped"}},
+        },
+    }
+
+
+def canonical(document: Any) -> bytes:
+    """One form of a JSON document: keys sorted, no space, UTF-8, one line end; a number that is none as a string."""
+    from ....capsules.jsonio import decode, encode
+
+    plain = decode(encode(document))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace") + b"\n"
+
+
+def sha256(content: bytes) -> str:
+    """Digest in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read(content: bytes, where: str) -> tuple[dict[str, Any], Facts]:
+    """A record's statement and facts.
+
+    Raises:
+        RecordError: it is no record of ours, or not in its canonical form.
+    """
+    from ....capsules.errors import EvidenceError
+    from ....capsules.jsonio import decode_object
+
+    try:
+        found = decode_object(content)
+        facts = msgspec.convert(found["predicate"]["llmconsole"], Facts)
+    except (EvidenceError, KeyError, TypeError, msgspec.ValidationError) as error:
+        raise RecordError(f"{where} is no gate record ({error})") from error
+    if canonical(statement(facts)) != content:
+        raise RecordError(f"{where} is not as the gate wrote it: its parts contradict each other")
+    return found, facts
+
+
+def verify(repository: Repository, case: str) -> Facts:
+    """Check a record: as committed by the gate, of this case, with digests and commits that hold.
+
+    Raises:
+        RecordError: the first thing that does not hold.
+        StoreError: git cannot be asked.
+    """
+    name, plan = record_name(case), plan_name(case)
+    try:
+        content = (repository.root / name).read_bytes()
+    except OSError as error:
+        raise RecordError(f"{name} cannot be read ({error.strerror}); llmconsole gate run {case} makes it") from error
+    if repository.show("HEAD", name) != content:
+        raise RecordError(f"{name} differs from what is committed, or was never committed")
+    commit = repository.newest_touching(name)
+    trailers = repository.trailers(commit) if commit else {}
+    if trailers.get("Gate-Sha256") != sha256(content):
+        raise RecordError(f"{name} was changed after the gate wrote it, by commit {(commit or '')[:12]}")
+    _, facts = read(content, name)
+    if facts.case != case or trailers.get("Case-Id") != case:
+        raise RecordError(f"{name} is the record of another case, {facts.case}")
+    if trailers.get("Gate-Result") != facts.outcome:
+        raise RecordError(f"{name} says {facts.outcome}, its commit {trailers.get('Gate-Result')}")
+    for each in facts.results:
+        for run in each.runs:
+            if digest_of(run.output) != run.output_sha256:
+                raise RecordError(f"{name}: an output of {each.item} does not have the digest recorded for it")
+    for which, revision in (("fixed", facts.fixed), ("broken", facts.broken)):
+        if repository.commit_id(revision) != revision or not repository.reachable(revision):
+            raise RecordError(f"{name}: the {which} commit {revision[:12]} is not in this repository any more")
+    if sha256(repository.show(commit or "HEAD", plan) or b"") != facts.plan_sha256:
+        raise RecordError(f"{plan} is not the one that the record was made with")
+    if (repository.show("HEAD", plan) or b"") != _bytes(repository.root / plan):
+        raise RecordError(f"{plan} differs from what is committed")
+    if sha256(repository.show("HEAD", plan) or b"") != facts.plan_sha256:
+        raise RecordError(f"{plan} was changed since the record was made; run the gate again")
+    return facts
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def junit(facts: Facts) -> bytes:
+    """The six items as JUnit XML, for a forge's test report."""
+    import xml.etree.ElementTree as ElementTree
+
+    counts = {verdict: str(sum(each.verdict == verdict for each in facts.results))
+              for verdict in ("failed", "error", "skipped")}  # fmt: skip
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"gate {facts.case}",
+        tests=str(len(facts.results)),
+        failures=counts["failed"],
+        errors=counts["error"],
+        skipped=counts["skipped"],
+        time=f"{facts.seconds:.3f}",
+        timestamp=facts.started,
+    )
+    for each in facts.results:
+        seconds = sum(run.seconds for run in each.runs)
+        case = ElementTree.SubElement(suite, "testcase", classname=facts.case, name=each.item, time=f"{seconds:.3f}")
+        if each.verdict != "passed":
+            tag = {"failed": "failure", "error": "error", "skipped": "skipped"}[each.verdict]
+            ElementTree.SubElement(case, tag, message=_printable(each.words))
+        if output := "\n".join(run.output for run in each.runs):
+            ElementTree.SubElement(case, "system-out").text = _printable(output)
+    root = ElementTree.Element("testsuites")
+    root.append(suite)
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+
+
+def _printable(text: str) -> str:
+    """Text without the characters that XML cannot hold."""
+    return "".join(
+        char if char in "\t\n" or " " <= char <= "\ud7ff" or "\ue000" <= char <= "\ufffd" else "�" for char in text
+    )
