@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         "numerics/learning-rate",
         "numerics/fp16-overflow",
         "numerics/first-nonfinite",
+        "objective/loss-hidden",
         "data/poison-sample",
         "data/token-out-of-vocabulary",
     ),

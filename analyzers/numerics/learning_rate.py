@@ -49,13 +49,15 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
         step was ordinary; 0.05 without a warm-up in the first 20 steps; after 0.4 or more a loss that only bounces is
         enough, and without any symptom it is info. Jump: 10 × or more from one step to the next, and such a symptom
         within 50 steps. Zero: ten steps that were not skipped, with a loss that does not move. Frozen: one value over
-        20 steps in which the schedule of the manifest moves by 10 % or more.
+        20 steps in which the schedule of the manifest moves by 10 % or more. Info: a rate that moved on at nine tenths
+        of ten or more steps that a scaler skipped, when those are a tenth of the run: the schedule runs ahead.
 
     Looks like it but is not:
         The large first steps of Adam, about rate ÷ weight size (0.001 ÷ 0.02 = 5 %), after which the loss falls; a bad
         sample or a growing activation with ordinary updates; an update made large by its gradient; a restart of a
         cyclic schedule without harm; zero in the first step of a warm-up, in the last few of a decay, or while a scaler
-        skips steps; the flat part of a warm-up–stable–decay schedule.
+        skips steps (a scheduler that stands still with the optimizer is right); the flat part of a
+        warm-up–stable–decay schedule.
 
     What to try next:
         Run the first steps again from the same state with a tenth of the rate, everything else as it was.
@@ -70,7 +72,7 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
     if finding is not None:
         yield finding
         return
-    finding = _zero(capsule, rate) or _frozen(capsule, rate) or _brisk(capsule, rate)
+    finding = _zero(capsule, rate) or _frozen(capsule, rate) or _brisk(capsule, rate) or _ahead(capsule, rate)
     if finding is not None:
         yield finding
 
@@ -255,6 +257,32 @@ def _zero(capsule: Capsule, rate: Curve) -> Finding | None:
             fix=("give the scheduler the number of optimizer steps, not of epochs or micro-batches",),
         )
     return None
+
+
+def _ahead(capsule: Capsule, rate: Curve) -> Finding | None:
+    """A schedule that moves on at steps which the scaler skipped: it reaches its end before the optimizer does."""
+    flags = curve(capsule, "overflow").finite()
+    skipped = flags.step[flags.value > 0]
+    before = np.isin(rate.step[:-1], skipped) & (np.diff(rate.step) == 1)
+    if before.sum() < T.ZERO_STEPS or before.sum() < T.SKIPPED_SHARE * len(rate):
+        return None
+    moved = np.diff(rate.value) != 0
+    if not moved[~before].any() or moved[before].mean() < 0.9:
+        return None
+    first, count = int(rate.step[:-1][before][0]), int(before.sum())
+    return Finding(
+        severity="info",
+        title="The schedule moves on at skipped steps",
+        summary=f"{count} of {len(rate)} steps were skipped by the scaler, and the learning rate moved on at each.",
+        where=Where(step=first),
+        evidence=(
+            Evidence(name="skipped steps", value=count, expected=0, note=f"of {len(rate)}"),
+            Evidence(name="rate moved at", value=float(moved[before].mean()), expected=0.0, unit="of the skipped"),
+        ),
+        cause="the scheduler is stepped whether or not the optimizer was",
+        next=("compare the scheduler's step count with the optimizer's",),
+        fix=("step the scheduler only where the optimizer stepped",),
+    )
 
 
 def _learns(loss: Curve) -> bool:

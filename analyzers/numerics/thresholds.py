@@ -87,6 +87,8 @@ ZERO_STEPS: Final = 10
 FROZEN_STEPS: Final = 20
 #: After a decay, zeros must be this share of the steps before: logs print a small rate as 0.000000.
 ZERO_SHARE: Final = 0.02
+#: Share of skipped steps from which a schedule that ignores them matters.
+SKIPPED_SHARE: Final = 0.1
 #: Relative change that the schedule must predict over the recorded steps.
 FROZEN_CHANGE: Final = 0.1
 #: Fall of the loss (share of its start) which shows that the model does learn, whatever the logged rate says.

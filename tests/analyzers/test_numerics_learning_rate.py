@@ -227,3 +227,20 @@ def test_everything_after_a_rate_that_is_too_high_is_its_consequence(build):
         "numerics/loss-nonfinite",
         "numerics/gradient-explosion",
     }
+
+
+@pytest.mark.fires(RULE)
+def test_a_schedule_that_moves_on_at_skipped_steps_is_info(build, findings_of):
+    overflow = np.zeros(60)
+    overflow[5:25] = 1
+    (finding,) = findings_of(RULE, build(run(learning_rate=np.linspace(1e-3, 4e-4, 60), overflow=overflow)))
+    assert (finding.severity, finding.where.step) == ("info", 5)
+    assert finding.evidence[0].value == 20
+
+
+@pytest.mark.quiet(RULE)
+def test_a_schedule_that_waits_for_the_optimizer_is_right(build, findings_of):
+    overflow = np.zeros(60)
+    overflow[5:25] = 1
+    rate = np.concatenate([np.linspace(1e-3, 9e-4, 6), np.full(20, 9e-4), np.linspace(8.8e-4, 4e-4, 34)])
+    assert not findings_of(RULE, build(run(learning_rate=rate, overflow=overflow)))
