@@ -123,22 +123,28 @@ class _Search:
     def classes(self, tier: int, known: Sequence[Class]) -> list[Class]:
         """Candidates of a tier as classes of equal value, without those that equal a class of a smaller tier."""
         groups: list[tuple[tuple[Value, ...], list[tuple[str, ...]], list[Any]]] = []
+        seen: dict[str, list[tuple[tuple[Value, ...], int | None]]] = {}
+        for each in known:
+            for key in _keys(each.values):
+                seen.setdefault(key, []).append((each.values, None))
         for names, spec in self.specs(tier):
             if self.tensors and tier and not self._survives(spec):
                 continue
             values = self.values(spec)
             if not all(np.isfinite(value).any() for value in values):
                 continue
-            if any(_same(values, each.values) for each in known):
-                continue
-            for value, members, specs in groups:
-                if _same(values, value):
-                    if names not in members:
-                        members.append(names)
-                        specs.append(spec)
-                    break
-            else:
+            keys = _keys(values)
+            near = (each for key in keys for each in seen.get(key, ()))
+            equal = next((group for value, group in near if _same(values, value)), -1)
+            if equal is None:
+                continue  # of a smaller tier
+            if equal < 0:
+                for key in keys:
+                    seen.setdefault(key, []).append((values, len(groups)))
                 groups.append((values, [names], [spec]))
+            elif names not in groups[equal][1]:
+                groups[equal][1].append(names)
+                groups[equal][2].append(spec)
         return [Class(tier, tuple(members), tuple(specs), values) for values, members, specs in groups]
 
     @cached_property
@@ -383,6 +389,12 @@ class _Search:
 def _scalar(value: Value) -> float:
     """A tensor stands in tables as its root mean square."""
     return float(np.sqrt(np.nanmean(np.square(value)))) if isinstance(value, np.ndarray) else float(value)
+
+
+def _keys(values: tuple[Value, ...]) -> set[str]:
+    """Under one of these, equal candidates meet: the first number, rounded a little below and above itself."""
+    first = _scalar(values[0])
+    return {f"{first * (1 + side * SAME):.9e}" for side in (-1, 1)}
 
 
 def _same(left: tuple[Value, ...], right: tuple[Value, ...]) -> bool:

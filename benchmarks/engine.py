@@ -22,7 +22,6 @@ from llmconsole.capsules import Capsule, CapsuleWriter
 
 from tests.analyzers.sweep import incidents, rates
 
-
 #: Modes that the targets speak of; the others are shown with a third of the trials.
 TARGETS = (
     *(rates.FP32_FOUR, rates.FP32_TWO_STEPS, rates.BF16_LOGITS, rates.BF16_LOGITS_TWO, rates.BF16_STORED_THREE),
