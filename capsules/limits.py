@@ -26,6 +26,8 @@ MAX_STATS_BYTES = 512 * MIB
 MAX_BLOCK_BYTES = 1 * MIB
 #: One arrays file, and so one array.
 MAX_ARRAYS_BYTES = 2 * GIB
+#: Arrays files of one rank whose checksum is compared when they are listed; that of the others when they are loaded.
+MAX_GLANCED_BYTES = 1 * GIB
 #: Datasets in one arrays file, and dimensions of one array.
 MAX_DATASETS = 4096
 MAX_DIMENSIONS = 32

@@ -18,7 +18,7 @@ from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object, present
 from .layout import rank_directory
-from .limits import MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_STREAMS
+from .limits import MAX_GLANCED_BYTES, MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_STREAMS
 from .lines import Lines, decode_lines
 from .manifest import RankState
 from .status import DerivedStatus, rank_status
@@ -207,7 +207,10 @@ class RankReader:
 
     @cached_property
     def arrays(self) -> list[tuple[Description, ArraysFile]]:
-        """Every arrays file that passes its checks, in the order of the index; files not in it come last."""
+        """Every arrays file that is as it was written, in the order of the index; files not in it come last.
+
+        None is opened for that, since thousands would take seconds; what is inside is checked when it is loaded.
+        """
         indexed: dict[str, Description | None] = {}
         for number, record, _ in self._lines("arrays.jsonl").records:
             try:
@@ -220,16 +223,18 @@ class RankReader:
                 self._report("arrays.jsonl", error.what, "the line", at=f"line {number:,}")
         for name in self._list("arrays", ".h5"):
             indexed.setdefault(name, None)  # the writer died before the index line, or the line is damaged
-        return [checked for name, description in indexed.items() if (checked := self._checked(name, description))]
-
-    def _checked(self, name: str, description: Description | None) -> tuple[Description, ArraysFile] | None:
-        file = ArraysFile(self._root, f"{self.directory}/arrays/{name}", description)
-        try:
-            return file.check(), file
-        except EvidenceError as error:
-            lost = ", ".join(description.arrays) or description.kind if description else "its arrays"
-            self._report(f"arrays/{name}", error.what, lost)
-            return None
+        room = MAX_GLANCED_BYTES
+        found: list[tuple[Description, ArraysFile]] = []
+        for name, description in indexed.items():
+            file = ArraysFile(self._root, f"{self.directory}/arrays/{name}", description)
+            try:
+                known, read = file.glance(room)
+                room -= read
+                found.append((known, file))
+            except EvidenceError as error:
+                lost = ", ".join(description.arrays) or description.kind if description else "its arrays"
+                self._report(f"arrays/{name}", error.what, lost)
+        return found
 
     def load(self, file: ArraysFile, key: str) -> Array | None:
         """The stored bits of an array, or None, and damage, where it cannot be read."""

@@ -170,9 +170,9 @@ def sample_ids(batch: Any) -> Any:
     rows = next((len(each) for each in batch.values() if isinstance(each, torch.Tensor) and each.ndim > 1), None)
     for name in SAMPLE_IDS:
         value = batch.get(name)
-        flat = isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.ndim == 1)
-        if flat and len(value) == rows:
-            return value
+        listed = value.tolist() if isinstance(value, torch.Tensor) and value.ndim == 1 else value
+        if isinstance(listed, (list, tuple)) and len(listed) == rows:
+            return listed
     return None
 
 
