@@ -153,7 +153,7 @@ def _level_rise(capsule: Capsule, step: int) -> Symptom | None:
     at, value = np.asarray(series.step), np.asarray(series.value, np.float64)
     keep = np.isfinite(value)
     at, value = at[keep], value[keep]
-    before, after = value[at < step][-T.MIXTURE_WINDOW :], value[at >= step][: T.MIXTURE_LEAD]
+    before, after = value[at < step][-T.MIXTURE_WINDOW // 2 :], value[at >= step][: T.MIXTURE_LEAD]
     if len(before) < 8 or len(after) < 3:
         return None
     level = float(np.median(before))
