@@ -55,16 +55,19 @@ def compare(left: Capsule, right: Capsule) -> Difference:
     loss = next((each for _, each in judged if each.name == "loss"), None)
     outcome = loss if loss is not None and loss.step is not None else chosen[1] if chosen else None
     kind = _kind(first, outcome)
+    known = _known(batches, batches_compared, mine != theirs)
+    if kind == "constant-ratio" and any(each.name == "eval_loss" and each.step is None for _, each in judged):
+        known = (*known, "eval_loss is the same: the models are.")
     settings = different_settings(left, right, kind)
     shown = chosen or (judged[0] if judged else None)
     return Difference(
         left=_side(left),
         right=_side(right),
         same=first is None,
-        verdict=verdict_of(kind, first, outcome, settings, _known(batches, batches_compared, mine != theirs)),
+        verdict=verdict_of(kind, first, outcome, settings, known),
         first_divergence=first,
         series=tuple(each for _, each in judged),
-        around=rows_around(shown[0]) if shown and shown[1].step is not None else (),
+        around=rows_around(shown[0], shown[1].step) if shown and shown[1].step is not None else (),
         batches=batches,
         tensors=tensors,
         settings=settings,

@@ -28,14 +28,7 @@ def different_batches(left: Capsule, right: Capsule) -> tuple[tuple[BatchDiffere
     mine, theirs = _digests(left), _digests(right)
     shared = [place for place in mine if place in theirs]
     found = {
-        place: BatchDifference(
-            step=place[0],
-            micro=place[2],
-            rank=place[1],
-            what="batch_sha256",
-            left=mine[place][:12],
-            right=theirs[place][:12],
-        )
+        place: _batch_difference((place[0], place[2], place[1]), "batch_sha256", mine[place][:12], theirs[place][:12])
         for place in shared
         if mine[place] != theirs[place]
     }
@@ -65,27 +58,44 @@ def _digests(capsule: Capsule) -> dict[tuple[int, int, int], str]:
 
 def _different_arrays(left: Batch, right: Batch) -> BatchDifference | None:
     """The first array of a micro-batch that differs, with the first place in it."""
-    common = {"step": left.step, "micro": left.micro, "rank": left.rank}
+    place = (left.step, left.micro, left.rank)
     for name in _ARRAYS:
         mine, theirs = left.array(name), right.array(name)
         if mine is None or theirs is None:
             continue
         if mine.shape != theirs.shape:
-            return BatchDifference(**common, what=f"shape of {name}", left=list(mine.shape), right=list(theirs.shape))
+            shapes = list(mine.shape), list(theirs.shape)
+            return _batch_difference(place, f"shape of {name}", *shapes)
         with np.errstate(invalid="ignore"):
             unequal = mine != theirs
         if unequal.any():
-            at = [int(each) for each in np.argwhere(unequal)[0]]
-            return BatchDifference(
-                **common,
-                what=name,
-                left=mine[tuple(at)].item(),
-                right=theirs[tuple(at)].item(),
-                at=tuple(at),
-                differing=int(unequal.sum()),
-                elements=int(unequal.size),
-            )
+            at = tuple(int(each) for each in np.argwhere(unequal)[0])
+            counts = int(unequal.sum()), int(unequal.size)
+            return _batch_difference(place, name, mine[at].item(), theirs[at].item(), at, *counts)
     return None
+
+
+def _batch_difference(
+    place: tuple[int, int, int],
+    what: str,
+    left: Any,
+    right: Any,
+    at: tuple[int, ...] | None = None,
+    differing: int | None = None,
+    elements: int | None = None,
+) -> BatchDifference:
+    step, micro, rank = place
+    return BatchDifference(
+        step=step,
+        micro=micro,
+        rank=rank,
+        what=what,
+        left=left,
+        right=right,
+        at=at,
+        differing=differing,
+        elements=elements,
+    )
 
 
 def different_tensors(

@@ -140,18 +140,25 @@ def judge(pair: Pair, rounding: float = limits.ROUNDING) -> SeriesDifference:
     if ratio is not None:
         base = msgspec.structs.replace(base, ratio=ratio)
         return _described(base, pair, "constant-ratio", f"right is {ratio:.4g} × left at {len(pair.step)} steps")
-    if at == 0:
-        return _described(base, pair, *_from_the_start(pair, rounding))
-    if _jumps(pair, at, rounding):
+    if at > 0 and _jumps(pair, at, rounding):
         return _described(base, pair, "jump", "")
+    manner, note = _from_the_start(pair, rounding) if at == 0 else _small_at_first(pair, at)
+    jump = _jump_over_noise(pair, at, rounding) if manner in ("rounding", "undetermined") else None
+    if jump is None:
+        return _described(base, pair, manner, note)
+    base = msgspec.structs.replace(base, equal_before=jump)
+    return _described(base, pair, "jump", "differs by no more than rounding before", jump)
+
+
+def _small_at_first(pair: Pair, at: int) -> tuple[Manner, str]:
     if _grows(pair, at):
-        return _described(base, pair, "rounding", "starts small and grows")
-    return _described(base, pair, "undetermined", "starts small, and does not grow as far as was logged")
+        return "rounding", "starts small and grows"
+    return "undetermined", "starts small, and does not grow as far as was logged"
 
 
-def rows_around(pair: Pair) -> tuple[Row, ...]:
-    """The shared steps before and after the first difference."""
-    at = pair.first
+def rows_around(pair: Pair, step: int) -> tuple[Row, ...]:
+    """The shared steps before and after the one at which the curves part."""
+    at = int(np.searchsorted(pair.step, step))
     shown = range(max(0, at - _BEFORE), min(len(pair.step), at + _AFTER))
     return tuple(
         Row(
@@ -164,8 +171,10 @@ def rows_around(pair: Pair) -> tuple[Row, ...]:
     )
 
 
-def _described(base: SeriesDifference, pair: Pair, manner: Manner, note: str) -> SeriesDifference:
-    at = pair.first
+def _described(
+    base: SeriesDifference, pair: Pair, manner: Manner, note: str, at: int | None = None
+) -> SeriesDifference:
+    at = pair.first if at is None else at
     return msgspec.structs.replace(
         base,
         manner=manner,
@@ -186,6 +195,21 @@ def _jumps(pair: Pair, at: int, rounding: float) -> bool:
     hidden = min(int(pair.step[at] - pair.step[at - 1]), limits.MOST_HIDDEN_STEPS)
     floor = max(float(pair.resolution[at]), rounding * float(pair.scale[at]))
     return bool(distance[at] >= limits.JUMP * limits.GROWTH_A_STEP ** (hidden - 1) * floor)
+
+
+def _jump_over_noise(pair: Pair, at: int, rounding: float) -> int | None:
+    """Index of a lasting jump over the rounding that runs show which are not reproducible to the bit."""
+    distance = pair.distance
+    floor = np.maximum(pair.resolution, rounding * pair.scale)
+    before = np.maximum.accumulate(distance)[:-1]
+    hidden = np.minimum(np.diff(pair.step), limits.MOST_HIDDEN_STEPS)
+    least = limits.JUMP * limits.GROWTH_A_STEP ** (hidden - 1) * np.maximum(before, floor[1:])
+    for each in np.flatnonzero(distance[1:] >= least) + 1:
+        after = distance[each : each + limits.FIRST_POINTS]
+        lasts = len(after) >= limits.JUMP_LASTS and np.median(after) >= least[each - 1] / 2
+        if each >= at + limits.FIRST_POINTS and lasts:
+            return int(each)
+    return None
 
 
 def _grows(pair: Pair, at: int) -> bool:

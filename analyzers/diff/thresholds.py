@@ -7,8 +7,8 @@ from __future__ import annotations
 JUMP = 20.0
 GROWTH_A_STEP = 2.0
 MOST_HIDDEN_STEPS = 10
-#: Earlier differences that are needed before a later one can be a jump over them.
-BEFORE_A_JUMP = 3
+#: Points that a jump over earlier noise must last.
+JUMP_LASTS = 3
 #: Relative rounding of a value whose dtype is not known: what float32 leaves after a few operations.
 ROUNDING = 2.0**-20
 #: Rounding starts below this share of the curves' own noise from step to step; other data is of its size.

@@ -40,7 +40,7 @@ def verdict_of(
     if first is None:
         return Verdict(kind="none", summary="The runs are the same as far as both were logged.")
     sentence = _SENTENCES[kind](first, outcome)
-    if kind in ("rounding", "data-noise", "start", "jump"):
+    if kind in ("rounding", "data-noise", "start", "jump", "constant-ratio"):
         sentence = " ".join((sentence, *known))
     if kind == "data-noise" and not known:
         sentence += " Another seed or data order does that."
@@ -79,9 +79,10 @@ def _setting(first: Divergence, outcome: SeriesDifference | None) -> str:
 def _jump(first: Divergence, outcome: SeriesDifference | None) -> str:
     if outcome is None:
         return f"The runs part at step {first.step}."
+    before = f"is equal at {_steps(outcome.equal_before)} before" if not outcome.note else outcome.note
     return (
-        f"A step like a bug's: {outcome.name} is equal at {_steps(outcome.equal_before)} before, and at step "
-        f"{outcome.step} differs by {_percent(outcome.relative)} at once."
+        f"A step like a bug's: {outcome.name} {before}, and at step {outcome.step} differs by "
+        f"{_percent(outcome.relative)} at once."
     )
 
 
