@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -22,13 +23,17 @@ from .layout import rank_directory
 from .lines import encode_line
 from .manifest import RankState, Trigger
 from .process import host, process_start, utc
-from .storage import Appender, make_directory, replace
+from .storage import TEMPORARY, Appender, make_directory, replace, write_new
 from .streams import stream_type
 from .tables import COUNTS, MEASURES, UNITS, StatRow
 from .typed import check
 
 #: Seconds after which an append renews the heartbeat.
 HEARTBEAT_EVERY = 5.0
+
+#: Bytes kept back on the disk for the seal, which a full disk would refuse otherwise: a good run that cannot say so
+#: reads as crashed.
+RESERVE = 64 << 10
 
 #: What identifies a name inside one kind of rows.
 Key = tuple[Any, ...]
@@ -74,6 +79,14 @@ class RankWriter:
         pid = os.getpid()
         self.state = RankState(rank=rank, host=host(), pid=pid, process_start=process_start(pid), started=utc(now))
         self.heartbeat()
+        self._reserve = self.directory / f"{TEMPORARY}reserve"
+        with contextlib.suppress(OSError):  # a disk that is full already says so at the first append
+            write_new(self._reserve, os.urandom(RESERVE))  # zeros would take no room on some file systems
+
+    def release(self) -> None:
+        """Give the reserve back to the disk; what follows is the seal."""
+        with contextlib.suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
 
     def heartbeat(self, status: Any = None, trigger: Trigger | None = None, step: int | None = None) -> None:
         """Replace ``rank.json``."""

@@ -297,6 +297,11 @@ class CapsuleWriter:
         for writer in self._ranks.values():
             writer.heartbeat()
 
+    def release(self) -> None:
+        """Give back the few KiB that are kept for the seal, before the last that is written."""
+        for writer in self._ranks.values():
+            writer.release()
+
     def close(
         self,
         status: Literal["sealed", "crashed"] = "sealed",
@@ -307,6 +312,7 @@ class CapsuleWriter:
             return
         try:
             found = _trigger(trigger)
+            self.release()
             for writer in self._ranks.values():
                 writer.heartbeat(status, found if writer.rank == self.rank else None)
             own = self._ranks[self.rank].state.trigger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -332,11 +333,16 @@ class Finisher:
         trigger = self.trigger.fields() if self.trigger else None
         self._writer.close(status="crashed" if self._crashed else "sealed", trigger=trigger)
 
-    def abandon(self) -> None:
-        """Close the files after a failure, sealing what is there where that still can be written."""
+    def abandon(self, reason: str | None = None) -> None:
+        """Close the files after a failure, sealing what is there and saying why where that still can be written."""
         try:
+            if reason is not None and not self._writer.closed:
+                self._writer.release()
+                fields = {"level": "warning", "logger": "llmconsole.recorder", "message": f"recording ended: {reason}"}
+                with contextlib.suppress(OSError):
+                    self._writer.record("events", {"kind": "log", "step": self.step, "t": time.time(), **fields})
             self._writer.close(status="crashed" if self._crashed else "sealed")
-        except Exception:  # the disk is full: the capsule stays as it is, and readers will see that its writer is gone
+        except Exception:  # not even the reserve was left: readers will see that its writer is gone
             return
 
 

@@ -378,9 +378,9 @@ class Recorder:
         """Give up recording; the job goes on as if it had never been recorded."""
         if self.recording:
             log.warning("recording ended: %s; training goes on without it", reason)
-            self._take_off()
+            self._take_off(reason)
 
-    def _take_off(self) -> None:
+    def _take_off(self, reason: str | None = None) -> None:
         was_open, self.recording = self.recording, False
         self._ended = True
         if not hasattr(self, "_hooks"):  # it failed before anything was put on
@@ -391,7 +391,7 @@ class Recorder:
             optimizer.detach(self._loop)
             self._between.end()
             self._loop.window = None
-            self._finisher.abandon()
+            self._finisher.abandon(reason)
             self._signals.close()
             atexit.unregister(self._at_exit)
 
