@@ -182,7 +182,7 @@ def _described(
         step=int(pair.step[at]),
         left=float(pair.left[at]),
         right=float(pair.right[at]),
-        relative=float(pair.distance[at] / pair.scale[at]),
+        relative=float(pair.distance[at] / pair.scale[at]) if math.isfinite(pair.distance[at]) else math.inf,
         resolution=float(pair.resolution[at]),
     )
 

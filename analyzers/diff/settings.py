@@ -49,7 +49,19 @@ _NEAR: dict[Kind, tuple[str, ...]] = {
     "data-noise": ("seed", "data", "shuffle", "sampl"),
     "start": ("seed", "identity", "checkpoint", "model", "transformers", "torch", "precision", "dtype"),
     "constant-ratio": ("accum", "reduction", "world_size", "parallel", "batch", "transformers", "trl", "accelerate"),
-    "jump": ("lr", "optim", "precision", "shard", "zero", "offload", "scale", "clip", "parallel", "deepspeed"),
+    "jump": (
+        "lr",
+        "optim",
+        "precision",
+        "shard",
+        "zero",
+        "offload",
+        "scale",
+        "clip",
+        "grad_norm",
+        "parallel",
+        "deepspeed",
+    ),
     "tensor": ("precision", "dtype", "attn", "attention", "rope", "flash", "torch", "transformers", "triton"),
 }
 _BONUS, _ONE_SIDED = 50, 20

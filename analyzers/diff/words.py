@@ -80,10 +80,10 @@ def _jump(first: Divergence, outcome: SeriesDifference | None) -> str:
     if outcome is None:
         return f"The runs part at step {first.step}."
     before = f"is equal at {_steps(outcome.equal_before)} before" if not outcome.note else outcome.note
-    return (
-        f"A step like a bug's: {outcome.name} {before}, and at step {outcome.step} differs by "
-        f"{_percent(outcome.relative)} at once."
-    )
+    apart = f"{outcome.name} {before}, and at step {outcome.step}"
+    if not math.isfinite(outcome.relative or 0.0):
+        return f"A step like a bug's: {apart} one side is not finite."
+    return f"A step like a bug's: {apart} differs by {_percent(outcome.relative)} at once."
 
 
 def _rounding(first: Divergence, outcome: SeriesDifference | None) -> str:
@@ -152,7 +152,7 @@ def _steps(count: int) -> str:
 
 def _percent(relative: float | None) -> str:
     if relative is None or not math.isfinite(relative):
-        return "everything (one side is not finite)"
+        return "more than can be said"
     return f"{100 * relative:.2g} %"
 
 
