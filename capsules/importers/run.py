@@ -13,7 +13,7 @@ from ..limits import MAX_INT64
 from ..writer import CapsuleWriter
 
 #: Rows kept in memory before they are written, of all series together.
-_BUFFERED = 1 << 18
+_BUFFERED = 1 << 16
 #: Series of one capsule; a file of random keys would make a million.
 MOST_SERIES = 20_000
 #: Ranks that get a directory of their own.

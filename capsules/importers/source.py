@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import gzip
 import os
 import stat
 import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from ..errors import EvidenceError
 from ..limits import GIB, KIB, MIB
@@ -23,6 +22,8 @@ MOST_BYTES = 256 * GIB
 _CHUNK = MIB
 
 _GZIP = b"\x1f\x8b"
+#: Window size that tells zlib to expect the frame of gzip.
+_GZIP_MEMBER = 16 + zlib.MAX_WBITS
 _UTF16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 
 
@@ -168,14 +169,30 @@ class Source:
 
     def _decompressed(self, size: int, quiet: bool) -> Iterator[bytes]:
         with self._raw() as raw:
-            file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if self.compressed else raw
-            while True:
-                try:
-                    chunk = file.read(size)
-                except (EOFError, zlib.error, OSError) as error:
-                    if not quiet:
-                        self.note(f"reading stopped before the end ({error})")
-                    return
-                if not chunk:
-                    return
+            try:
+                if self.compressed:
+                    yield from _inflated(raw, size)
+                else:
+                    while chunk := raw.read(size):
+                        yield chunk
+            except (EOFError, zlib.error, OSError) as error:
+                if not quiet:
+                    self.note(f"reading stopped before the end ({error})")
+
+
+def _inflated(raw: IO[bytes], size: int) -> Iterator[bytes]:
+    """The content of a gzip archive of one or more members; of a torn one all that can be had, then an error."""
+    inflate, begun = zlib.decompressobj(_GZIP_MEMBER), False
+    while packed := raw.read(size):
+        while packed:
+            begun = True
+            if chunk := inflate.decompress(packed, size):
                 yield chunk
+            packed = inflate.unconsumed_tail
+            if inflate.eof:  # zeros may fill up a tape's block; anything else is the next member
+                packed = inflate.unused_data.lstrip(b"\0")
+                inflate, begun = zlib.decompressobj(_GZIP_MEMBER), False
+    if begun:
+        yield inflate.flush()
+        if not inflate.eof:
+            raise EOFError("the archive is torn")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from llmconsole.capsules import Capsule
-from llmconsole.capsules.importers import import_files
+from llmconsole.capsules.importers import Run, Source, import_files
 
 REAL = Path(__file__).resolve().parents[4] / "shared" / "real"
 
@@ -107,3 +107,40 @@ def values(capsule: Capsule, name: str, **where: Any) -> list[tuple[int, float]]
 def notes(capsule: Capsule) -> str:
     """What the importer noted of the files."""
     return "; ".join(note for each in capsule.manifest.raw["imported"]["files"] for note in each["notes"])
+
+
+class Points(Run):
+    """Keeps the points of an importer in memory, in the order in which they came, and counts the rest."""
+
+    def __init__(self) -> None:
+        self.rank, self.format = 0, ""
+        self.found: list[tuple[str, int | None, int, str]] = []
+        self.events: list[str] = []
+
+    def scalar(self, name, step, value, time=None, unit="", side=None, rank=None) -> None:
+        assert isinstance(step, int)
+        assert isinstance(value, int | float)
+        self.found.append((name, rank, step, repr(value)))
+
+    def scalars(self, name, steps, values, times=None, unit="", side=None, rank=None) -> None:
+        for step, value in zip(steps, values, strict=True):
+            self.scalar(name, int(step), float(value), None, unit, side, rank)
+
+    def event(self, kind, step=None, rank=None, **fields) -> None:
+        self.events.append(kind)
+
+    def record(self, stream, record, rank=None) -> None:
+        self.events.append(stream)
+
+    def manifest(self, fields) -> None:
+        pass
+
+    def note(self, text, times=1) -> None:
+        pass
+
+
+def points(importer: Any, path: Path) -> list[tuple[str, int | None, int, str]]:
+    """All points of a file."""
+    found = Points()
+    importer.read(Source(path), found)
+    return found.found
