@@ -75,7 +75,7 @@ def reach(capsule: Capsule) -> Reach:
         zero = without and all(each.grad_norm == 0 for each in rows if each.has_grad)
         enough = steps if not any(each.has_grad for each in rows) else sum(each.has_grad is True for each in rows)
         if without and zero and name not in (names - _zero_named(rows)) and enough >= T.NO_GRADIENT_STEPS:
-            dead.append(rows[-1])
+            dead.append(rows[0])
         elif not without:
             alive.append(rows[-1])
     ran: dict[str, int] = {}
@@ -94,6 +94,8 @@ def _zero_named(rows: list[Parameter]) -> set[str]:
     "optimizer/gradient-chain-cut",
     stage="numerics",
     needs=("records.param_groups.has_grad|stats.parameter",),
+    # A loss over no token has a gradient of exactly zero.
+    explained_by=("objective/all-masked",),
     cases=("loss-stuck-at-ln-v",),
 )
 def gradient_chain_cut(capsule: Capsule) -> Iterator[Finding]:

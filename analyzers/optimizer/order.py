@@ -313,7 +313,13 @@ def _changed(capsule: Capsule) -> dict[tuple[int, int], tuple[str, float]]:
     return found
 
 
-@rule("optimizer/gradients-not-zeroed", stage="numerics", needs=("records.events.kind",))
+@rule(
+    "optimizer/gradients-not-zeroed",
+    stage="numerics",
+    needs=("records.events.kind",),
+    # Nor does zero_grad reach what the optimizer does not hold.
+    explained_by=("optimizer/not-owned",),
+)
 def gradients_not_zeroed(capsule: Capsule) -> Iterator[Finding]:
     """Gradients of earlier steps are still there when a new step begins.
 

@@ -98,8 +98,18 @@ def l2_adam(model: nn.Module, lab: Lab) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
-def decay_everything(model: nn.Module, lab: Lab) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lab.rate, betas=(0.9, 0.95), weight_decay=lab.weight_decay)
+def decay_by_name(model: nn.Module, lab: Lab) -> torch.optim.Optimizer:
+    """Spares what is called as in another model, where the norms have other names."""
+    spared = ("bias", "LayerNorm.weight")
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for name, p in named if not name.endswith(spared)],
+            "weight_decay": lab.weight_decay,
+        },
+        {"params": [p for name, p in named if name.endswith(spared)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lab.rate, betas=(0.9, 0.95))
 
 
 def freeze_embedding(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -278,7 +288,7 @@ FAULTS: dict[str, Fault] = {
         "optimizer/overflow-step-applied", "fp16 that looks for its scale", update=step_in_any_case
     ),
     "L2 for decoupled": _fault("optimizer/step-mismatch", "padded documents", build_optimizer=l2_adam),
-    "decay on norms": _fault("optimizer/decay-on-norm-or-bias", "padded documents", build_optimizer=decay_everything),
+    "decay on norms": _fault("optimizer/decay-on-norm-or-bias", "padded documents", build_optimizer=decay_by_name),
     "bf16 without master weights": _fault(
         "optimizer/no-master-weights", "fine-tuning with float32 masters", precision="bf16-pure"
     ),
