@@ -80,6 +80,38 @@ def _keys(stats: Any, mask: Any) -> Iterator[tuple[int, int, float]]:
         yield int(stats.step[row]), int(stats.rank[row]), float(stats.rms[row])
 
 
+@dataclass(frozen=True)
+class Outlier:
+    """A layer that left the others: its growth, that of half of the others, and the step at which it left."""
+
+    track: Track
+    growth: float
+    others: float
+    step: int
+
+
+def finite_tracks(capsule: Capsule) -> list[Track]:
+    """The tracks of a capsule up to its first non-finite tensor."""
+    stats = capsule.stats()
+    first_bad = first_nonfinite(capsule, stats)
+    return tracks(stats if first_bad is None else stats.select(stats.step < stats.step[first_bad]))
+
+
+def find_outlier(made: list[Track]) -> Outlier | None:
+    """The layer whose growth stands alone among the tracks, or None.
+
+    What follows on the residual path carries the same growth: the first of the fast ones is where it comes from.
+    """
+    growths = np.array([track.growth() for track in made])
+    if len(growths) < T.TRACKS:
+        return None
+    worst = int(np.flatnonzero(growths >= growths.max() / 2)[0])
+    growth, others = float(growths[worst]), float(np.median(np.delete(growths, worst)))
+    if growth <= T.OUTLIER_GROWTH or growth < T.OUTLIER_ALONE * max(1.0, others):
+        return None
+    return Outlier(made[worst], growth, others, made[worst].onset(T.OUTLIER_GROWTH))
+
+
 @rule(
     "numerics/outlier-growth",
     cases=("nan-in-mid-run",),
@@ -117,39 +149,27 @@ def outlier_growth(capsule: Capsule) -> Iterator[Finding]:
         Normalise queries and keys; weight decay on the growing matrix; a lower learning rate; z-loss on logits. For a
         dead layer: another activation function or initialisation, a lower rate, a bias that is not far below zero.
     """
-    stats = capsule.stats()
-    first_bad = first_nonfinite(capsule, stats)
-    if first_bad is not None:
-        stats = stats.select(stats.step < stats.step[first_bad])
-    made = tracks(stats)
-    dead = next((found for track in made if (found := _dead(track, stats)) is not None), None)
+    made = finite_tracks(capsule)
+    dead = next((found for track in made if (found := _dead(track)) is not None), None)
     if dead is not None:
         yield dead
-    if find_overflow(capsule, capsule.stats()) is not None:
+    outlier = find_outlier(made)
+    if outlier is None or find_overflow(capsule, capsule.stats()) is not None:
         return  # the end of the range has its own rule, which shows the same growth
-    growths = np.array([track.growth() for track in made])
-    if len(growths) < T.TRACKS:
-        return
-    # What follows on the residual path carries the same growth: the first of the fast ones is where it comes from.
-    worst = int(np.flatnonzero(growths >= growths.max() / 2)[0])
-    others = float(np.median(np.delete(growths, worst)))
-    if growths[worst] <= T.OUTLIER_GROWTH or growths[worst] < T.OUTLIER_ALONE * max(1.0, others):
-        return
-    track = made[worst]
-    step = track.onset(T.OUTLIER_GROWTH)
+    track, others = outlier.track, outlier.others
     picked = np.linspace(0, len(track.size) - 1, min(T.TRAJECTORY, len(track.size))).astype(int)
     path = [float(track.size[index]) for index in picked]
     yield Finding(
         title="One layer's activations grow away from the others",
         summary=(
             f"{track.name}: {track.measure} " + " → ".join(f"{value:,.4g}" for value in path) + f", × "
-            f"{growths[worst]:.3g} by step {int(track.step[-1])}, where half of the other layers grew by less than "
+            f"{outlier.growth:.3g} by step {int(track.step[-1])}, where half of the other layers grew by less than "
             f"× {others:.3g}."
         ),
-        where=Where(step=step, rank=track.rank, tensor=track.name, order=track.order),
+        where=Where(step=outlier.step, rank=track.rank, tensor=track.name, order=track.order),
         evidence=(
-            Evidence(name="growth", value=float(growths[worst]), expected=f"≤ {T.OUTLIER_GROWTH:g}", note=track.name),
-            Evidence(name="growth of the others", value=others, note=f"median of {len(growths) - 1} layers"),
+            Evidence(name="growth", value=outlier.growth, expected=f"≤ {T.OUTLIER_GROWTH:g}", note=track.name),
+            Evidence(name="growth of the others", value=others, note=f"median of {len(made) - 1} layers"),
             Evidence(
                 name=f"{track.measure} over the steps",
                 value=path,
@@ -162,7 +182,7 @@ def outlier_growth(capsule: Capsule) -> Iterator[Finding]:
     )
 
 
-def _dead(track: Track, stats: Any) -> Finding | None:
+def _dead(track: Track) -> Finding | None:
     """A layer whose output is nothing but zeros up to the end of the record."""
     zero = track.size == 0
     if not len(zero) or not zero[-1]:

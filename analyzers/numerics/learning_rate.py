@@ -13,6 +13,7 @@ from ..registry import rule
 from ..samples import samples_by_step, worst_sample
 from ..series import Curve, curve
 from . import thresholds as T
+from .layers import find_outlier, finite_tracks
 from .nonfinite import update_ratio
 from .symptoms import Symptom, first_symptom, skipped_steps, start_level
 
@@ -24,6 +25,7 @@ SYMPTOM_WORDS = {
     "loss-nonfinite": "the loss was no longer finite",
     "gradient-rise": "the gradient norm exploded",
     "tensor-nonfinite": "a tensor was no longer finite",
+    "layer-growth": "the activations of one layer had grown away from the others'",
 }
 
 
@@ -45,12 +47,13 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         Too high: something went wrong (loss out of its level or not finite, gradient norm 10 × beyond its range, a
-        non-finite tensor) and in one of the 20 steps before ‖Δw‖/‖w‖ was 0.1 or more while the gradient norm of that
-        step was ordinary; 0.05 without a warm-up in the first 20 steps; after 0.4 or more a loss that only bounces is
-        enough, and without any symptom it is info. Jump: 10 × or more from one step to the next, and such a symptom
-        within 50 steps. Zero: ten steps that were not skipped, with a loss that does not move. Frozen: one value over
-        20 steps in which the schedule of the manifest moves by 10 % or more. Info: a rate that moved on at nine tenths
-        of ten or more steps that a scaler skipped, when those are a tenth of the run: the schedule runs ahead.
+        non-finite tensor, one layer's activations growing away from the others) and in one of the 20 steps before
+        ‖Δw‖/‖w‖ was 0.1 or more while the gradient norm of that step was ordinary; 0.05 without a warm-up in the first
+        20 steps; after 0.4 or more a loss that only bounces is enough, and without any symptom it is info. Jump: 10 ×
+        or more from one step to the next, and such a symptom within 50 steps. Zero: ten steps that were not skipped,
+        with a loss that does not move. Frozen: one value over 20 steps in which the schedule of the manifest moves by
+        10 % or more. Info: a rate that moved on at nine tenths of ten or more steps that a scaler skipped, when those
+        are a tenth of the run: the schedule runs ahead.
 
     Looks like it but is not:
         The large first steps of Adam, about rate ÷ weight size (0.001 ÷ 0.02 = 5 %), after which the loss falls; a bad
@@ -67,7 +70,7 @@ def learning_rate(capsule: Capsule) -> Iterator[Finding]:
         norm. For a frozen scheduler: one scheduler step an optimizer step, on the scheduler that owns this optimizer.
     """
     rate = curve(capsule, "learning_rate").finite()
-    symptom = first_symptom(capsule)
+    symptom = _earliest(first_symptom(capsule), _outlier(capsule))
     finding = _jump(rate, symptom) or _too_high(capsule, rate, symptom)
     if finding is not None:
         yield finding
@@ -191,6 +194,12 @@ def _weak_symptom(capsule: Capsule, ratio: Curve) -> Symptom | None:
         if loss.value[index] > limit > 0 and len(before) and before.value.max() >= T.UPDATE_REPLACED:
             return Symptom(step, "loss-rise", float(loss.value[index]), limit)
     return None
+
+
+def _outlier(capsule: Capsule) -> Symptom | None:
+    """A layer that left the others: where large updates come before it, it is their doing."""
+    outlier = find_outlier(finite_tracks(capsule)) if capsule.has("stats.activation") else None
+    return Symptom(outlier.step, "layer-growth", outlier.growth, T.OUTLIER_GROWTH) if outlier else None
 
 
 def _earliest(*symptoms: Symptom | None) -> Symptom | None:
