@@ -1,0 +1,210 @@
+"""Raw evidence on the command line and behind the console's questions: known by content, imported out of sight."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llmconsole.app import imports
+from llmconsole.app.worker import Worker, WorkerError
+
+from .conftest import Run
+
+LOG = "".join(f"s:{step} trl:{6 - step / 100:.4f} lr:0.000300 norm:0.50\n" for step in range(1, 60))
+
+
+@pytest.fixture
+def scratches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which scratch directories appear."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return place
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "job" / "train.log"
+    path.parent.mkdir()
+    path.write_text(LOG)
+    return path
+
+
+@pytest.fixture
+def worker(scratches: Path) -> Iterator[Worker]:
+    with Worker(timeout=60) as worker:
+        yield worker
+
+
+class TestAnalyze:
+    def test_a_log_is_analysed_under_its_own_path_and_leaves_nothing(self, cli: Run, log: Path, scratches: Path):
+        done = cli("analyze", str(log), "--json")
+        assert done.returncode == 0, done.stderr
+        (report,) = json.loads(done.stdout)["reports"]
+        assert report["capsule"]["path"] == str(log)
+        assert report["capsule"]["title"] == "train.log"
+        assert "numerics/loss-spike" in [*report["quiet"], *(each["rule"] for each in report["findings"])]
+        assert not report["errors"]
+        assert list(scratches.iterdir()) == []
+        assert sorted(each.name for each in log.parent.iterdir()) == ["train.log"]
+
+    def test_files_of_one_job_are_one_report_and_separate_ones_are_two(self, cli: Run, log: Path):
+        (log.parent / "metrics.csv").write_text("step,loss\n1,6.0\n2,5.9\n")
+        (log.parent / "notes.md").write_text("# nothing\n")
+        together = cli("analyze", str(log.parent), "--json")
+        (report,) = json.loads(together.stdout)["reports"]
+        assert report["capsule"]["path"] == str(log.parent)
+        assert together.stderr.count("\n") == 1
+        assert "1 file of no known format left out (notes.md)" in together.stderr
+        apart = json.loads(cli("analyze", str(log.parent), "--separate", "--json").stdout)["reports"]
+        assert [Path(each["capsule"]["path"]).name for each in apart] == ["metrics.csv", "train.log"]
+
+    @pytest.mark.parametrize("content", [b"plain words\n", os.urandom(3000), b""], ids=["text", "binary", "empty"])
+    def test_what_nobody_knows_is_one_line_and_two(self, cli: Run, log: Path, content: bytes):
+        (log.parent / "odd").write_bytes(content)
+        done = cli("analyze", "job/odd")
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "job/odd" in done.stderr
+        assert "of no known format" in done.stderr or "is empty" in done.stderr
+        both = cli("analyze", "job/odd", str(log), "--json")
+        assert both.returncode == 2
+        assert len(json.loads(both.stdout)["reports"]) == 1
+
+    def test_a_sparse_terabyte_is_refused_at_once(self, cli: Run, tmp_path: Path):
+        with (tmp_path / "huge").open("wb") as file:
+            file.truncate(1 << 40)
+        started = time.monotonic()
+        assert cli("analyze", "huge").returncode == 2
+        assert time.monotonic() - started < 60
+
+    def test_a_directory_points_to_where_the_evidence_is(self, cli: Run, log: Path):
+        done = cli("analyze", str(log.parent.parent))
+        assert done.returncode == 2
+        assert "there is some in" in done.stderr
+        assert str(log.parent) in done.stderr
+
+
+class TestImport:
+    def test_it_makes_a_capsule_with_the_original_in_it(self, cli: Run, log: Path):
+        done = cli("import", str(log), "-o", "made", "--json")
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document == {
+            "format": "llmconsole.import/1",
+            "capsules": [
+                {
+                    "path": "made/train.log.capsule",
+                    "files": [{"path": str(log), "format": "log of llm.c", "bytes": len(LOG), "notes": []}],
+                    "points": 177,
+                    "records": 0,
+                }
+            ],
+        }
+        shown = json.loads(cli("show", "made/train.log.capsule", "--json").stdout)
+        assert shown["manifest"]["trigger"]["kind"] == "imported"
+        assert not shown["damage"]
+        assert cli("analyze", "made").returncode == 0
+
+    def test_without_json_it_prints_the_paths(self, cli: Run, log: Path):
+        done = cli("import", str(log.parent), "-o", "made")
+        assert done.stdout == "made/train.log.capsule\n"
+
+    def test_what_cannot_be_used_is_said_and_the_rest_is_imported(self, cli: Run, log: Path):
+        done = cli("import", "none", str(log), "-o", "made")
+        assert done.returncode == 2
+        assert done.stderr == "llmconsole: none: no such file or directory\n"
+        assert done.stdout == "made/train.log.capsule\n"
+
+
+class TestOtherCommands:
+    def test_show_reads_a_raw_file(self, cli: Run, log: Path):
+        shown = json.loads(cli("show", str(log), "--json").stdout)
+        assert shown["path"] == str(log)
+        assert "loss" in json.dumps(shown["inventory"])
+
+    def test_a_case_asks_for_a_capsule_that_stays(self, worker: Worker, log: Path):
+        with pytest.raises(WorkerError, match="llmconsole import"):
+            worker.call("describe", {"path": str(log)})
+
+
+class TestWorker:
+    def test_files_are_recognised_for_the_list(self, worker: Worker, log: Path, tmp_path: Path):
+        (tmp_path / "x").write_text("words\n")
+        rows = worker.call("recognise", {"paths": [str(log), str(tmp_path / "x"), str(tmp_path / "none")]})
+        assert [row["format"] for row in rows] == ["training log", "", ""]
+        assert rows[0]["modified"] == log.stat().st_mtime
+        assert rows[0]["size"] == len(LOG)
+
+    def test_looks_open_raw_files_like_capsules(self, worker: Worker, log: Path):
+        contents = worker.call("contents", {"path": str(log)})
+        assert contents["series"][0] == "loss"
+        assert contents["status"] == "sealed"
+        assert worker.call("contents", {"path": str(log), "known": contents["version"]}) is None
+        (curve,) = worker.call("curves", {"path": str(log), "names": ["loss"], "columns": 20})
+        assert curve["name"] == "loss"
+        assert worker.call("peek", {"path": str(log)})["step"] == 59
+
+    def test_a_killed_worker_leaves_no_scratch_and_the_next_one_reads_again(
+        self, worker: Worker, log: Path, scratches: Path
+    ):
+        worker.call("peek", {"path": str(log)})
+        (scratch,) = scratches.iterdir()
+        assert scratch.stat().st_mode & 0o777 == 0o700
+        assert [each.name for each in scratch.iterdir()] == ["train.log.capsule"]
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        for _ in range(2):  # the first may find it dying
+            try:
+                assert worker.call("peek", {"path": str(log)})["step"] == 59
+                break
+            except WorkerError:
+                continue
+        (another,) = scratches.iterdir()
+        assert another != scratch
+        worker.close()
+        assert list(scratches.iterdir()) == []
+
+    def test_where_the_asking_process_is_killed_the_scratch_goes_too(self, log: Path, scratches: Path):
+        program = """
+            import sys, time
+            from llmconsole.app.worker import Worker
+            worker = Worker()
+            worker.call("peek", {"path": sys.argv[1]})
+            print("ready", flush=True)
+            time.sleep(100)
+        """
+        asking = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program), str(log)], stdout=subprocess.PIPE, text=True
+        )
+        assert asking.stdout is not None
+        assert asking.stdout.readline() == "ready\n"
+        assert len(list(scratches.iterdir())) == 1
+        asking.kill()
+        asking.wait()
+        asking.stdout.close()
+        until = time.monotonic() + 30
+        while list(scratches.iterdir()) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert list(scratches.iterdir()) == []
+
+
+class TestGrowing:
+    def test_a_log_that_grew_is_read_again(self, log: Path, scratches: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv(imports.SCRATCH, str(scratches))
+        monkeypatch.setattr(imports, "_PATIENCE", 0.0)
+        assert len(imports.open_evidence(str(log)).scalars("loss")) == 59
+        assert imports.open_evidence(str(log)).path == imports.open_evidence(str(log)).path
+        with log.open("a") as file:
+            file.write("s:60 trl:5.0\n")
+        assert len(imports.open_evidence(str(log)).scalars("loss")) == 60
+        assert len(list(scratches.iterdir())) == 1  # the older import is gone
