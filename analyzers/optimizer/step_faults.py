@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ class StepSpec:
     """A way to take the step; the defaults are those of torch.optim.AdamW on an unscaled, clipped gradient.
 
     Attributes:
-        form: the implementation.
+        form: the implementation; its decay is that of ``decay``.
+        decay: declared (what each case's optimizer is), or the name of a form of decay for all of them.
         offset: added to the step count.
         swapped: β₁ and β₂ have changed places.
         unscale: once, not, new-scale (divided by the scale after the update).
@@ -29,6 +31,7 @@ class StepSpec:
     """
 
     form: Form = ADAMW
+    decay: str = "declared"
     offset: int = 0
     swapped: bool = False
     unscale: str = "once"
@@ -63,8 +66,12 @@ def used_gradient(case: StepCase, spec: StepSpec, gradient: Floats) -> Floats:
     return raw * (factor / divisor)
 
 
+@lru_cache(maxsize=256)
 def take_step(case: StepCase, spec: StepSpec, noise: Noise | None) -> Stepped:
-    """The step of ``case`` under ``spec``; ``noise`` perturbs inputs, rate and bias corrections."""
+    """The step of ``case`` under ``spec``; ``noise`` perturbs inputs, rate and bias corrections.
+
+    Kept for a while: weights and moments are asked for one by one.
+    """
     arrays = [case.parameter, case.gradient, case.exp_avg, case.exp_avg_sq]
     declared = case.declared.settings
     count = declared.step + spec.offset
@@ -83,10 +90,18 @@ def take_step(case: StepCase, spec: StepSpec, noise: Noise | None) -> Stepped:
         powers = (powers[0] * (1.0 + float(signs[1])), powers[1] * (1.0 + float(signs[2])))
     parameter, gradient, exp_avg, exp_avg_sq = arrays
     settings = Settings(lr, betas[0], betas[1], declared.eps, declared.weight_decay, count)
-    result = step(parameter, used_gradient(case, spec, gradient), exp_avg, exp_avg_sq, settings, spec.form, powers)
+    form = replace(spec.form, decay=decay_of(case, spec))
+    result = step(parameter, used_gradient(case, spec, gradient), exp_avg, exp_avg_sq, settings, form, powers)
     if spec.rounded:
         return Stepped(to_bfloat16(result.parameter), result.exp_avg, result.exp_avg_sq)
     return result
+
+
+def decay_of(case: StepCase, spec: StepSpec) -> Any:
+    """The form of decay of a case under a specification."""
+    if spec.decay != "declared":
+        return spec.decay
+    return "l2" if case.declared.decoupled is False else "decoupled"
 
 
 def to_bfloat16(values: Floats) -> Floats:
@@ -124,10 +139,6 @@ def _edit(**edit: Any) -> Callable[[StepSpec], StepSpec]:
     return lambda spec: replace(spec, **edit)
 
 
-def _l2(spec: StepSpec) -> StepSpec:
-    return replace(spec, form=replace(spec.form, decay="l2", decay_last=False))
-
-
 def _scaled(case: Any) -> bool:
     return case.declared.scale not in (None, 1.0) and case.declared.state != "exact"
 
@@ -138,7 +149,9 @@ def _clips(case: Any) -> bool:
 
 CATALOGUE: tuple[NamedFault, ...] = (
     NamedFault(
-        Fault("l2-for-decoupled", "decay", _l2, lambda c: _decays(c) and c.declared.decoupled is not False),
+        Fault(
+            "l2-for-decoupled", "decay", _edit(decay="l2"), lambda c: _decays(c) and c.declared.decoupled is not False
+        ),
         "weight decay is added to the gradient (L2) instead of taken from the weights",
         "use AdamW, or take weight · lr · decay from the weights outside the moments",
     ),
@@ -146,19 +159,19 @@ CATALOGUE: tuple[NamedFault, ...] = (
         Fault(
             "decoupled-for-l2",
             "decay",
-            _form(decay="decoupled"),
+            _edit(decay="decoupled"),
             lambda c: _decays(c) and c.declared.decoupled is False,
         ),
         "weight decay is taken from the weights instead of added to the gradient",
         "declare AdamW, or use Adam with weight_decay",
     ),
     NamedFault(
-        Fault("decay-without-lr", "decay", _form(decay="without-lr"), _decays),
+        Fault("decay-without-lr", "decay", _edit(decay="without-lr"), _decays),
         "weight decay is not multiplied by the learning rate",
         "decay by 1 − lr · weight_decay",
     ),
     NamedFault(
-        Fault("decay-missing", "decay", _form(decay="none"), _decays),
+        Fault("decay-missing", "decay", _edit(decay="none"), _decays),
         "the declared weight decay is not applied",
         "apply the decay of the parameter's group",
     ),
@@ -238,11 +251,9 @@ BY_NAME = {each.fault.name: each for each in CATALOGUE}
 
 def lawful_specs(cases: list[StepCase]) -> list[StepSpec]:
     """The healthy specifications: one for torch's own classes, more where implementation or count is unknown."""
-    decoupled = {case.declared.decoupled for case in cases}
-    decays = ("l2",) if decoupled == {False} else ("decoupled",) if None not in decoupled else ("decoupled", "l2")
-    forms = [Form(decay=decay) for decay in decays]
+    decays = ("declared", "l2") if any(case.declared.decoupled is None for case in cases) else ("declared",)
+    forms = [ADAMW]
     if not all(case.declared.genuine for case in cases):
-        forms += [replace(form, eps="uncorrected") for form in forms]
-        forms += [replace(form, decay_last=True) for form in forms if form.decay == "decoupled"]
+        forms += [replace(ADAMW, eps="uncorrected"), replace(ADAMW, decay_last=True)]
     offsets = (0,) if all(case.declared.counted for case in cases) else (0, -1)
-    return [StepSpec(form=form, offset=offset) for form in forms for offset in offsets]
+    return [StepSpec(form, decay, offset) for decay in decays for form in forms for offset in offsets]

@@ -14,7 +14,7 @@ from ..fault import Observation, Verdict
 from ..rounding import UNIT_ROUNDOFF
 from . import thresholds as T
 from .step_case import StepCase, cases_by_window, taken_steps
-from .step_faults import CATALOGUE, REFERENCES, NamedFault, StepSpec, lawful_specs, take_step
+from .step_faults import CATALOGUE, REFERENCES, NamedFault, lawful_specs, take_step
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -51,7 +51,13 @@ def judged_windows(capsule: Capsule) -> tuple[Judged, ...]:
 def judge(step: int, rank: int, cases: list[StepCase], catalogue: Sequence[NamedFault] = CATALOGUE) -> Judged:
     """What the engine says of one window under ``catalogue``."""
     observations = [observation for case in cases for observation in observations_of(case)]
-    verdict = explain(observations, lawful_specs(cases), [each.fault for each in catalogue])
+    healthy = lawful_specs(cases)
+    if all(case.roundoff < UNIT_ROUNDOFF["float16"] for case in cases):
+        # In float32 a step that is surely right needs no other candidate; most steps are.
+        verdict = explain(observations, healthy, ())
+        if verdict.status == "healthy" and verdict.z <= T.SURELY_RIGHT:
+            return Judged(step, rank, tuple(cases), verdict)
+    verdict = explain(observations, healthy, [each.fault for each in catalogue])
     hooked = verdict.status == "undetermined" and all(_fits_its_own_gradient(case) for case in cases)
     return Judged(step, rank, tuple(cases), verdict, hooked)
 
@@ -87,8 +93,8 @@ def _fits_its_own_gradient(case: StepCase) -> bool:
     size = np.abs(m) + np.abs(beta1 * case.exp_avg)
     roundoff = max(case.roundoff, case.moment_roundoff)
     slack = roundoff * size / (1.0 - beta1)
-    result = take_step(own, StepSpec(form=lawful_specs([case])[0].form), None)
-    shifted = take_step(replace(own, gradient=gradient + slack), StepSpec(form=lawful_specs([case])[0].form), None)
+    healthy = lawful_specs([case])[0]
+    result, shifted = (take_step(each, healthy, None) for each in (own, replace(own, gradient=gradient + slack)))
     for name, exact, moved, u in (
         ("after", result.parameter, shifted.parameter, case.roundoff),
         ("exp_avg_sq_after", result.exp_avg_sq, shifted.exp_avg_sq, case.moment_roundoff),

@@ -2,6 +2,8 @@
 
 #: optimizer/step-mismatch: windows judged, the first and the last of those captured.
 FIRST_WINDOWS, LAST_WINDOWS = 3, 3
+#: Distance of the declared step, in tolerances, at which no other candidate is looked at.
+SURELY_RIGHT = 0.4
 #: Share by which the gradient that the optimizer saw may differ from a multiple of what backward left.
 PROPORTIONAL = 1e-4
 #: Share by which that multiple may differ from a named one.

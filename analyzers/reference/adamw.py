@@ -101,13 +101,13 @@ def step(
         correction1, correction2 = 1.0 - power1, 1.0 - power2
     else:
         correction1, correction2 = 1.0, 1.0
-    if form.eps == "inside":
-        scale = np.sqrt(v / correction2 + settings.eps)
-    elif form.eps == "uncorrected":
-        scale = (np.sqrt(v) + settings.eps) / np.sqrt(correction2)
-    else:
-        scale = np.sqrt(v / correction2) + settings.eps
     with np.errstate(invalid="ignore", divide="ignore"):
+        if form.eps == "inside":
+            scale = np.sqrt(v / correction2 + settings.eps)
+        elif form.eps == "uncorrected":
+            scale = (np.sqrt(v) + settings.eps) / np.sqrt(correction2)
+        else:
+            scale = np.sqrt(v / correction2) + settings.eps
         # 0/0 without ε and without a gradient ever: such an element stays where it is.
         change = np.where(m == 0.0, 0.0, -lr * (m / correction1) / scale)
     shrink = {"decoupled": 1.0 - lr * decay, "without-lr": 1.0 - decay}.get(form.decay, 1.0)

@@ -40,7 +40,7 @@ class Job:
         self.decay = [0.01, 0.1, 0.3][int(self._whole(3))]
         self.steps = int(self._whole(12)) + 1 + (self.fault == "step-one-behind")  # a count of 0 divides by 0
         self.scale = float(2 ** (6 + int(self._whole(8))))
-        self.limit = 0.5
+        self.limit = 0.37
         rows, columns = 8 + int(self._whole(24)), 8 + int(self._whole(24))
         size = 10 ** float(torch.empty(()).uniform_(-2, 0, generator=draw))
         self.parameters = {
@@ -78,7 +78,7 @@ class Job:
             group["lr"] = self.lr
         true = {name: g.to(self.dtype) for name, g in self.gradients().items()}
         norm = float(torch.stack([g.float().norm() for g in true.values()]).norm())
-        clip = min(1.0, self.limit * norm / (norm + 1e-6))  # always clips, to half the norm
+        clip = min(1.0, self.limit * norm / (norm + 1e-6))  # always clips
         early = min(1.0, self.limit * norm / (norm * self.scale + 1e-6))
         for name, p, group in zip(names, tensors, optimizer.param_groups, strict=True):
             scaled = (true[name].float() * self.scale).to(self.dtype)
