@@ -101,7 +101,7 @@ def _import_here(path: Path) -> None:
 
 
 def _peak() -> float:
-    """Peak MB of this process. The resource usage of a child begins with its parent's peak, so Linux is asked itself."""
+    """Peak MB of this process; the resource usage of a child begins with its parent's peak, so Linux is asked."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
