@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from llmconsole.analyzers.diff import compare
 from llmconsole.capsules import Capsule, EvidenceError
 from llmconsole.capsules.importers import import_files, recognise
 from transformers.trainer_callback import TrainerState
@@ -150,3 +151,12 @@ def test_the_real_state_has_thirty_epochs_and_six_evaluation_groups(tmp_path: Pa
     names = {key.name for key in capsule.scalar_keys()}
     assert {f"eval_g{group}_loss" for group in range(6)} <= names
     assert all(len(capsule.scalars(f"eval_g{group}_loss")) == 31 for group in range(6))
+
+
+def test_what_the_real_trainer_left_is_read_whole_and_agrees_with_its_event_files(trained, tmp_path: Path) -> None:
+    state = imported(tmp_path, trained.state)
+    assert points(state) == expected(list(trained.history))
+    events = Capsule.open(import_files(trained.events, tmp_path / "events", attach=False))
+    found = compare(state, events)
+    assert {"loss", "eval_loss", "grad_norm", "learning_rate"} <= {each.name for each in found.series}
+    assert found.same, found.first_divergence
