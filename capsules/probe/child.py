@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +37,8 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # threads and workers of the loader are not waited for
 
-    # Our own imports (torch) are over: from here on it is the loader's time.
-    from . import taking  # noqa: F401
-
+    # After our own imports (torch) it is the loader's time.
+    import_module(f"{__package__}.taking")
     answers.write(b"\n")
     answers.flush()
     try:

@@ -28,7 +28,7 @@ def named(batch: Any) -> dict[str, Any]:
 def _collect(prefix: str, value: Any, fields: dict[str, Any], depth: int) -> None:
     if len(fields) >= MOST_FIELDS:
         return
-    parts = _parts(value) if depth < 4 else None
+    parts = (_parts(value) or (_places(value) if not prefix else None)) if depth < 4 else None
     if parts is None:
         fields[prefix or "batch"] = value
         return
@@ -49,20 +49,18 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
     inner: Any = getattr(value, "data", None)
     if isinstance(inner, Mapping):  # BatchEncoding, BatchFeature
         return [(str(key), part) for key, part in inner.items()]
-    if (
-        isinstance(value, (tuple, list))
-        and value
-        and all(isinstance(each, Tensor) or hasattr(each, "shape") for each in value)
-    ):
-        return [(f"[{at}]", part) for at, part in enumerate(value)]
-    if isinstance(value, tuple) and value:
-        return [(f"[{at}]", part) for at, part in enumerate(value)]
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
         keys = dict.fromkeys(str(key) for each in value for key in each)
         return [(key, [each.get(key) for each in value]) for key in keys]
     if type(value).__module__ not in ("builtins", "torch", "numpy") and _plain_object(value):
         return [(key, part) for key, part in vars(value).items() if not key.startswith("_")]
     return None
+
+
+def _places(value: Any) -> list[tuple[str, Any]] | None:
+    """The parts of a batch without names: of a tuple, and of a list of tensors."""
+    listed = isinstance(value, list) and bool(value) and all(hasattr(each, "shape") for each in value)
+    return [(f"[{at}]", part) for at, part in enumerate(value)] if listed or isinstance(value, tuple) else None
 
 
 def _plain_object(value: Any) -> bool:
@@ -125,7 +123,7 @@ def as_tensor(value: Any) -> Tensor | None:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return torch.as_tensor(value)
         if isinstance(value, (list, tuple)) and value and _rectangular(value):
-            return torch.as_tensor(value)
+            return torch.stack([*value]).cpu() if isinstance(value[0], Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         return None
     return None
