@@ -190,7 +190,7 @@ def gradients_lost(capsule: Capsule) -> Iterator[Finding]:
     stage="numerics",
     severity="warning",
     needs=("scalars.grad_norm|stats.gradient",),
-    explained_by=("numerics/gradients-lost",),
+    explained_by=("numerics/gradients-lost", "numerics/outlier-growth", "numerics/learning-rate"),
 )
 def gradient_vanishing(capsule: Capsule) -> Iterator[Finding]:
     """Gradients are too small to move the weights.

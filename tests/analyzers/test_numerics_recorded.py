@@ -61,6 +61,10 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a run is made of; the defaults are a healthy one."""
@@ -71,6 +75,9 @@ class Recipe:
     precision: torch.dtype | None = None
     growth: float = 1.0
     poison: int | None = None
+    scaled: bool = True
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
+    factor: Callable[[int], float] | None = None
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def train(tmp_path: Path) -> Callable[[Recipe], CapsuleReport]:
         torch.manual_seed(recipe.seed)
         data, model = text(), Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=0.1)
-        scaler = torch.amp.GradScaler("cpu", enabled=recipe.precision == torch.float16)
+        scaler = torch.amp.GradScaler("cpu", enabled=recipe.scaled and recipe.precision == torch.float16)
         recorder = Recorder(
             tmp_path, model=model, optimizer=optimizer, scaler=scaler if scaler.is_enabled() else None,
             manifest={"model": {"vocab_size": VOCABULARY}},
@@ -96,12 +103,14 @@ def train(tmp_path: Path) -> Callable[[Recipe], CapsuleReport]:
                 if recipe.growth != 1.0:
                     with torch.no_grad():
                         model.blocks[-1].up.weight.mul_(recipe.growth)
+                if recipe.factor is not None:
+                    optimizer.param_groups[0]["lr"] = recipe.rate * recipe.factor(step)
                 ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
                 batch = {"input_ids": ids, "labels": labels}
                 with recorder.step(batch=batch, sample_ids=[f"offset {start}" for start in starts]) as window:
                     with torch.autocast("cpu", dtype=recipe.precision, enabled=recipe.precision is not None):
                         logits = model(ids)
-                    loss = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+                    loss = recipe.loss(logits, labels)
                     window.loss(loss)
                     optimizer.zero_grad()
                     scaler.scale(loss).backward()
@@ -146,8 +155,11 @@ def test_activations_that_grow_under_float16_are_the_first_divergence(train):
 
 
 @pytest.mark.quiet("numerics/fp16-overflow")
-def test_the_same_growth_in_bfloat16_breaks_nothing(train):
-    assert not alarms(train(Recipe(steps=40, growth=1.4, precision=torch.bfloat16)))
+def test_the_same_growth_in_bfloat16_overflows_nothing_and_is_a_growing_layer(train):
+    growing = "numerics/outlier-growth"
+    found = alarms(train(Recipe(steps=30, growth=1.4, precision=torch.bfloat16)))
+    assert found.pop(growing, "quiet") is None
+    assert set(found.items()) <= {("numerics/gradient-vanishing", growing)}  # what lies before it gets next to nothing
 
 
 @pytest.mark.recorded("numerics/learning-rate")
@@ -166,3 +178,43 @@ def test_a_rate_a_hundred_times_too_high_is_named_at_its_first_step(train, rate,
 @pytest.mark.parametrize(("seed", "precision"), [(0, None), (1, torch.bfloat16), (2, torch.float16)])
 def test_a_healthy_run_raises_no_alarm(train, seed, precision):
     assert not alarms(train(Recipe(steps=60, seed=seed, precision=precision)))
+
+
+@pytest.mark.recorded("numerics/learning-rate")
+@pytest.mark.recorded("numerics/outlier-growth")
+def test_a_rate_that_jumps_thirtyfold_in_mid_run_is_named_and_the_layer_it_blows_up_follows(train):
+    report = train(Recipe(steps=48, factor=lambda step: 30.0 if step >= 32 else 1.0))
+    assert report.first_divergence is not None
+    assert (report.first_divergence.rule, report.first_divergence.where.step) == ("numerics/learning-rate", 32)
+    assert set(alarms(report).values()) <= {None, "numerics/learning-rate"}
+
+
+@pytest.mark.recorded("numerics/underflow")
+@pytest.mark.quiet("numerics/low-precision-op")
+def test_float16_without_a_loss_scale_underflows(train):
+    assert alarms(train(Recipe(steps=4, precision=torch.float16, scaled=False))) == {"numerics/underflow": None}
+
+
+@pytest.mark.quiet("numerics/underflow")
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+def test_a_scaler_or_the_range_of_bfloat16_holds_the_same_gradients(train, precision):
+    assert not alarms(train(Recipe(steps=4, precision=precision)))
+
+
+@pytest.mark.recorded("numerics/low-precision-op")
+def test_a_loss_computed_in_bfloat16_is_named(train):
+    def coarse(logits, labels):
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    assert alarms(train(Recipe(steps=4, precision=torch.bfloat16, loss=coarse))) == {"numerics/low-precision-op": None}
+
+
+@pytest.mark.recorded("numerics/gradients-lost")
+def test_a_detached_loss_head_trains_nothing(train):
+    def detached(logits, labels):
+        return cross_entropy(logits, labels).detach().requires_grad_()
+
+    report = train(Recipe(steps=12, loss=detached))
+    assert report.first_divergence is not None
+    assert (report.first_divergence.rule, report.first_divergence.where.step) == ("numerics/gradients-lost", 0)
+    assert set(alarms(report).values()) <= {None, "numerics/gradients-lost"}
