@@ -136,7 +136,7 @@ def manifest(reduction: str | None = "token-mean", objective: str | None = "sft"
 
 
 def said(capsule: Capsule) -> tuple[CapsuleReport, dict[str, Finding]]:
-    """What the rules of the loss say: one finding a rule at most. Rows that are masked on purpose are another matter."""
+    """What the rules of the loss say, one finding a rule at most; rows masked on purpose are another matter."""
     report = analyze(capsule, [each for each in all_rules() if each.id.startswith("objective/")])
     assert not report.errors, report.errors
     assert len({each.rule for each in report.findings}) == len(report.findings)
