@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from .notebook import Notebook
 
 FORMAT = "llmconsole.incident-record/1"
 _NAME = "incident.json"
@@ -42,14 +48,64 @@ def update_incident(capsule: Path, changes: dict[str, Any]) -> None:
     Raises:
         IncidentError: it cannot be read or written.
     """
+    with _held(capsule):
+        _write(capsule, {**read_incident(capsule), **changes})
+
+
+def read_notebook(capsule: Path) -> Notebook:
+    """The notebook of an incident; an empty one where it was never opened.
+
+    Raises:
+        IncidentError: the record cannot be read, or a field of it has another type.
+    """
+    return _notebook(capsule, read_incident(capsule))
+
+
+@contextlib.contextmanager
+def notebook(capsule: Path) -> Generator[Notebook]:
+    """The notebook to be changed, written when the block ends; two people at once change it one after the other.
+
+    Raises:
+        IncidentError: it cannot be read or written.
+    """
+    with _held(capsule):
+        record = read_incident(capsule)
+        book = _notebook(capsule, record)
+        yield book
+        _write(capsule, {**record, **msgspec.to_builtins(book)})
+
+
+def _notebook(capsule: Path, record: dict[str, Any]) -> Notebook:
+    known = {name: record[name] for name in Notebook.__struct_fields__ if record.get(name) is not None}
+    try:
+        return msgspec.convert(known, Notebook)
+    except msgspec.ValidationError as error:
+        raise IncidentError(f"{capsule / _NAME} cannot be used: {error}; move it away") from error
+
+
+@contextlib.contextmanager
+def _held(capsule: Path) -> Generator[None]:
+    """The capsule's directory, held against other writers of its incident; nothing is added to it for that."""
+    try:
+        descriptor = os.open(capsule, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise IncidentError(f"{capsule} cannot be opened: {error.strerror}") from error
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(capsule: Path, record: dict[str, Any]) -> None:
     from ...capsules.jsonio import encode
 
-    record = {"format": FORMAT, **read_incident(capsule), **changes}
     try:
         descriptor, temporary = tempfile.mkstemp(dir=capsule, prefix=f".{_NAME}.", suffix=".tmp")
         try:
             with os.fdopen(descriptor, "wb") as stream:
-                stream.write(encode(record) + b"\n")
+                stream.write(encode({"format": FORMAT, **record}) + b"\n")
             os.replace(temporary, capsule / _NAME)
         except BaseException:
             with contextlib.suppress(OSError):

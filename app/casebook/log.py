@@ -21,6 +21,12 @@ def load(file: Path) -> tuple[cards.Card, ...]:
     return own + tuple(card for card in seed() if card.text not in same)
 
 
+def own(text: str) -> tuple[cards.Card, ...]:
+    """The cases of a log that people wrote: without those that ship with the product, where the log holds them too."""
+    shipped = {card.text for card in seed()}
+    return tuple(card for card in cards.parse(text) if card.text not in shipped)
+
+
 def seed() -> tuple[cards.Card, ...]:
     """The cases that ship with the product."""
     return cards.parse(paths.seed_cases(), seed=True)

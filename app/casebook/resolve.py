@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from .. import paths
 from . import cards
 from .files import replace_file, restore_file
-from .incident import read_incident, update_incident
+from .incident import read_notebook, update_incident
 from .nodes import find_test
+from .notebook import duration
 from .store import Repository
 
 if TYPE_CHECKING:
@@ -163,12 +164,13 @@ def plan(statement: Statement, incident: Incident, *, repo: Path | None = None, 
     if problems or fix is None:
         raise _refusal(problems)
 
-    read_incident(incident.path)  # one that cannot be read could not be updated after the commit
+    book = read_notebook(incident.path)  # one that cannot be read could not be updated after the commit
     moment = now or datetime.now(UTC)
     values = _values(statement, incident, f"{code.subject(fix)} (commit {fix[:12]})")
     place = "" if incident.step is None else f", step {incident.step}"
     run = f" run {incident.run}" if incident.run else ""
-    occurrence = f"{moment:%Y-%m-%d}{run}{place}, capsule {incident.id}, fixed by {fix[:12]}"
+    located = f", located in {duration(book.seconds(moment) or 0.0)}" if book.located else ""
+    occurrence = f"{moment:%Y-%m-%d}{run}{place}, capsule {incident.id}, fixed by {fix[:12]}{located}"
     title = known.title if known else statement.title
     head = _at_head(home, file)
     draft = Plan(

@@ -2,23 +2,27 @@
 
 `cases search WORDS` finds the cases that hold every word (substrings, any case, any language); `field:value` narrows
 to a field (class:distributed, rule:numerics/fp16-overflow, cause:"log of zero"), quotes keep a phrase. The cases that
-ship with llmconsole are read beside your own file and marked seed.
+ship with llmconsole are read beside your own file and marked seed. `cases lint` says what is wrong with your file.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from .. import paths
 from ..casebook import cards, search
+from ..casebook.lint import Problem, lint
 from ..casebook.log import load
-from ..casebook.resolve import ResolveError
+from ..casebook.resolve import ResolveError, read
 from ..casebook.show import case_block
-from ..output import CommandError, console, print_json
-from ..text import visible
+from ..casebook.store import Repository, StoreError
+from ..output import FOUND, OK, CommandError, console, narrate, print_json
+from ..text import one_line, visible
+from ..worker import Worker, WorkerError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,21 +46,33 @@ class Cases(msgspec.Struct, kw_only=True):
     cases: tuple[CaseRow, ...]
 
 
+class CaseProblems(msgspec.Struct, kw_only=True):
+    """``llmconsole.cases/1`` of ``cases lint``."""
+
+    format: Literal["llmconsole.cases/1"] = "llmconsole.cases/1"
+    action: Literal["lint"] = "lint"
+    file: str
+    problems: tuple[Problem, ...]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--json", action="store_true", help="print as JSON (llmconsole.cases/1)")
-    actions = parser.add_subparsers(dest="action", metavar="search|show", title="actions", required=False)
+    actions = parser.add_subparsers(dest="action", metavar="search|show|lint", title="actions", required=False)
     find = actions.add_parser("search", help="the cases that hold every word", allow_abbrev=False)
     find.add_argument("words", nargs="+", metavar="WORDS")
     one = actions.add_parser("show", help="one case as it stands in the file", allow_abbrev=False)
     one.add_argument("id", metavar="ID")
-    for each in (find, one):
+    check = actions.add_parser("lint", help="what is wrong with your case log", allow_abbrev=False)
+    for each in (find, one, check):
         each.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """List, search or show."""
     file = paths.case_file()
+    if args.action == "lint":
+        return _lint(file, as_json=args.json)
     try:
         known = load(file)
     except ResolveError as error:
@@ -88,6 +104,32 @@ def run(args: argparse.Namespace) -> int:
     else:
         screen.print(f" No case holds {visible(query)}.", style="bright_black")
     return 0
+
+
+def _lint(file: Path, *, as_json: bool) -> int:
+    try:
+        text = read(file)
+        with Worker() as worker:
+            rules = {rule["id"] for rule in worker.call("rules")["rules"]}
+    except (ResolveError, WorkerError) as error:
+        raise CommandError(error) from error
+    if not file.exists():
+        narrate(f"{file} is not there yet; the first resolved incident makes it")
+    try:
+        repository = Repository(file.parent)
+    except StoreError as error:
+        repository = None
+        narrate(f"tests and gates were not looked up: {error}")
+    found = lint(text, file, rules, repository)
+    if as_json:
+        print_json(CaseProblems(file=str(file), problems=tuple(found)))
+    else:
+        for each in found:
+            case = f"{each.case}: " if each.case else ""
+            print(one_line(f"{file.name}:{each.line}: {case}{each.words}", 2000))
+        if not found:
+            print(f"{len(cards.parse(text)):,} cases, nothing wrong")
+    return FOUND if found else OK
 
 
 def _quoted(word: str) -> str:

@@ -1,6 +1,8 @@
-"""Resolve an incident: the case goes into debug-cases.md of your repository, shown first, then committed alone.
+"""Work on an incident: its clock and notebook; at the end its case in debug-cases.md, shown first, then committed.
 
-Asks for root cause, trigger, fix commit, regression test and prevention, and refuses, naming everything that is
+`incident open CAPSULE` starts the clock and writes down the hypotheses that the rules suggest; `hypothesis`,
+`experiment` and `note` go on from there, `show` prints it all, `statistics` counts. `incident resolve CAPSULE` asks for
+root cause, trigger, fix commit, regression test and prevention, and refuses, naming everything that is
 missing, rather than writing half a case. A case that the log has gains an occurrence; a new one a section.
 """
 
@@ -19,6 +21,7 @@ from ..casebook.store import StoreError
 from ..output import CommandError, narrate, print_json
 from ..text import visible
 from ..worker import Worker, WorkerError
+from . import notebook
 
 
 class Resolved(msgspec.Struct, kw_only=True):
@@ -39,7 +42,8 @@ class Resolved(msgspec.Struct, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    actions = parser.add_subparsers(dest="action", metavar="resolve", title="actions", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    notebook.add_actions(actions)
     resolve = actions.add_parser(
         "resolve",
         help="write the case and commit it",
@@ -75,7 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, show, ask, commit."""
+    """Keep the notebook; or plan, show, ask, commit."""
+    if args.action != "resolve":
+        try:
+            return notebook.run(args)
+        except (WorkerError, ResolveError, IncidentError) as error:
+            raise CommandError(error) from error
     statement = Statement(**{name: getattr(args, name) for name in Statement.__dataclass_fields__})
     if args.json and not args.yes:
         raise CommandError("--json does not ask, so it needs --yes")

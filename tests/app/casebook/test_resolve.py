@@ -88,14 +88,14 @@ class TestANewCase:
         assert trailers == f"Case-Id: labels-not-shifted\nCapsule-Sha256: {'ab' * 32}\nGate-Result: not-run"
 
     def test_marks_the_incident_as_fixed_and_keeps_what_it_does_not_know(self, repository: Path, incident: Incident):
-        (incident.path / "incident.json").write_text('{"status": "open", "notes": ["mine"]}')
+        (incident.path / "incident.json").write_text('{"status": "open", "remarks": ["mine"]}')
         sha = resolve_now(incident)
         record = json.loads((incident.path / "incident.json").read_text())
         assert record["status"] == "fixed"
         assert record["case"] == "labels-not-shifted"
         assert record["case_commit"] == sha
         assert record["fix_commit"] == git(repository, "rev-parse", "HEAD~1")
-        assert record["notes"] == ["mine"]
+        assert record["remarks"] == ["mine"]
 
     def test_does_not_write_through_a_link_that_a_stranger_put_there(
         self, repository: Path, incident: Incident, tmp_path: Path
