@@ -1,8 +1,8 @@
 """Rates of the optimizer's counterfactuals over random steps of AdamW, right and wrong, and what a verdict costs.
 
-Each step is taken by torch in the job's own types (``tests/analyzers/sweep/optimizer_steps.py``), goes through a capsule
-on disk, and is judged by the rule itself. Faults that change nothing are counted apart; a set of equivalent faults that
-holds the truth counts as right.
+Each step is taken by torch in the job's own types (``tests/analyzers/sweep/optimizer_steps.py``), goes through a
+capsule on disk, and is judged as the rule does. Faults that change nothing are counted apart; a set of equivalent
+faults that holds the truth counts as right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.analyzers.sweep.optimizer_steps import FAULTS, UNKNOWN, Job
 
 
 def outcome(job: Job, without_truth: bool = False) -> str:
-    """right, wrong, confirmed-wrong, undetermined, missed or inert for a faulty step; quiet or alarm for a healthy one."""
+    """What the verdict is worth: right, wrong, undetermined, missed or inert, quiet or alarm for a healthy step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.capsule"
         with CapsuleWriter(path, title="step", phase="training", manifest={}) as writer:

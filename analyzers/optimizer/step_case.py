@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from ...capsules.errors import EvidenceError
 from ..reference.adamw import Settings
 from ..registry import NotJudged
 from ..rounding import UNIT_ROUNDOFF
+from . import thresholds as T
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -97,18 +99,31 @@ class Taken:
     attributes: dict[str, Any]
 
 
-def taken_steps(capsule: Capsule) -> list[Taken]:
-    """Every parameter of every captured optimizer step, by window; members of different lengths are cut to the least.
+_taken: WeakKeyDictionary[Capsule, list[Taken]] = WeakKeyDictionary()
 
-    Elements that are not finite somewhere are kept.
+
+def taken_steps(capsule: Capsule) -> list[Taken]:
+    """The parameters of the captured optimizer steps, by window; read once a capsule.
+
+    Of a long run the first and the last windows, and those after an overflow. Members of different lengths are cut to
+    the least; elements that are not finite are kept.
     """
+    if capsule not in _taken:
+        _taken[capsule] = _read(capsule)
+    return _taken[capsule]
+
+
+def _read(capsule: Capsule) -> list[Taken]:
     members: dict[tuple[int, int, str], dict[str, Any]] = defaultdict(dict)
     for tensor in capsule.tensors("optimizer/*"):
         path, _, member = tensor.name.partition("/")[2].rpartition("/")
         if path and member in _MEMBERS:
             members[tensor.step, tensor.rank, path].setdefault(member, tensor)
+    chosen = _windows(capsule, sorted({(step, rank) for step, rank, _ in members}))
     found: list[Taken] = []
     for (step, rank, name), tensors in sorted(members.items()):
+        if (step, rank) not in chosen:
+            continue
         arrays: dict[str, Floats] = {}
         attributes: dict[str, Any] = {}
         for member, tensor in tensors.items():
@@ -125,6 +140,14 @@ def taken_steps(capsule: Capsule) -> list[Taken]:
             dtypes = {member: str(tensors[member].dtype) for member in arrays}
             found.append(Taken(step, rank, name, arrays, dtypes, attributes))
     return found
+
+
+def _windows(capsule: Capsule, captured: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Windows worth reading, of those captured, in order."""
+    flags = capsule.scalars("overflow")
+    after = {int(step) + 1 for step in flags.step[flags.value > 0]}
+    odd = [each for each in captured if each[0] in after or each[0] + 1 in after]
+    return {*captured[: T.FIRST_WINDOWS], *captured[-T.LAST_WINDOWS :], *odd[: T.ODD_WINDOWS]}
 
 
 def number(attributes: dict[str, Any], name: str) -> float | None:

@@ -35,15 +35,13 @@ _runs: WeakKeyDictionary[Capsule, tuple[Judged, ...]] = WeakKeyDictionary()
 
 
 def judged_windows(capsule: Capsule) -> tuple[Judged, ...]:
-    """The first and the last captured windows, judged; computed once a capsule.
+    """The captured windows that were read, judged; computed once a capsule.
 
     Raises:
         NotJudged: no captured step can be computed again.
     """
     if capsule not in _runs:
         windows = sorted(cases_by_window(capsule, taken_steps(capsule)).items())
-        if len(windows) > T.FIRST_WINDOWS + T.LAST_WINDOWS:
-            windows = windows[: T.FIRST_WINDOWS] + windows[-T.LAST_WINDOWS :]
         _runs[capsule] = tuple(judge(step, rank, cases) for (step, rank), cases in windows)
     return _runs[capsule]
 

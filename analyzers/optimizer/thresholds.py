@@ -1,7 +1,8 @@
 """Every threshold of the optimizer rules."""
 
-#: optimizer/step-mismatch: windows judged, the first and the last of those captured.
-FIRST_WINDOWS, LAST_WINDOWS = 3, 3
+#: Captured windows that are read: the first, the last, and those at and after an overflow.
+FIRST_WINDOWS, LAST_WINDOWS, ODD_WINDOWS = 3, 3, 4
+#: optimizer/step-mismatch.
 #: Distance of the declared step, in tolerances, at which no other candidate is looked at.
 SURELY_RIGHT = 0.4
 #: Share by which the gradient that the optimizer saw may differ from a multiple of what backward left.
