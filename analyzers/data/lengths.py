@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     stage="data",
     kind="hygiene",
     severity="info",
-    needs=("records.samples|batches.input_ids",),
+    needs=("records.samples|records.media_samples|batches.input_ids",),
     report=True,
 )
 def lengths(capsule: Capsule) -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def lengths(capsule: Capsule) -> Iterator[Finding]:
 
     What it checks:
         Lengths in tokens of the samples on record (of the rows of captured batches where there are no records), and
-        the sizes of images.
+        pixels, width and height of the images.
 
     Why it matters:
         Memory, padding and truncation follow the longest samples, throughput follows the mean. A distribution that is
@@ -46,21 +46,29 @@ def lengths(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         None: this is a ledger.
     """
-    records = [record for record in capsule.records("samples") if record.get("length") is not None]
-    tokens = np.array([int(record["length"]) for record in records], np.int64)
+    records = capsule.records("samples")
+    tokens = np.array([each["length"] for each in records if isinstance(each.get("length"), int)], np.int64)
     source = "sample records"
     if not tokens.size:
         rows = [_row_lengths(batch) for batch in capsule.batches()]
         tokens = np.concatenate(rows) if rows else tokens
         source = "captured batches"
-    sizes = np.array(
-        [size for record in capsule.records("samples") if (size := _pixels(record.get("image_size"))) is not None]
-    )
+    given = [each.get("image_size") for each in records] + [
+        each.get("image") for each in capsule.records("media_samples")
+    ]
+    images = [size for each in given if (size := _size(each)) is not None]
+    sizes = np.array([width * height for width, height in images], np.float64)
     evidence: list[Evidence] = []
     if tokens.size:
         evidence += _distribution("length", tokens.astype(np.float64), "tokens", source)
-    if sizes.size:
-        evidence += _distribution("image size", sizes.astype(np.float64), "pixels", "sample records")
+    if images:
+        evidence += _distribution("image size", sizes, "pixels", "sample records")
+        for at, name in enumerate(("image width", "image height")):
+            edges = np.array([size[at] for size in images], np.float64)
+            # One size says it all; of several the ends and the tail tell.
+            kept = ("min", "max", "p95", "p99") if len(set(edges.tolist())) > 1 else ("max",)
+            measured = _distribution(name, edges, "pixels", "sample records")
+            evidence += [each for each in measured if each.name.removeprefix(f"{name} ") in kept]
     if not evidence:
         return
     if tokens.size:
@@ -102,10 +110,15 @@ def _row_lengths(batch: Any) -> NDArray[np.int64]:
     return np.full(shape[0], shape[-1], np.int64)
 
 
-def _pixels(size: Any) -> float | None:
-    """Pixels of an image size given as [width, height] or as a mapping."""
+def _size(size: Any) -> tuple[float, float] | None:
+    """(width, height) of an image given as [width, height], as the shape of a tensor, as a mapping, or as one edge."""
     if isinstance(size, dict):
         size = [size.get("width"), size.get("height")]
-    if isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(each, (int, float)) for each in size):
-        return float(size[0]) * float(size[1])
-    return None
+    if isinstance(size, int) and not isinstance(size, bool):
+        size = [size, size]
+    if not isinstance(size, list | tuple) or not all(isinstance(each, int | float) and each > 0 for each in size):
+        return None
+    if len(size) == 3:  # channels first or last
+        height, width = size[1:] if size[0] in (1, 3, 4) else size[:2]
+        return float(width), float(height)
+    return (float(size[0]), float(size[1])) if len(size) == 2 else None

@@ -59,3 +59,18 @@ def test_image_sizes_are_part_of_the_ledger(build, findings_of):
 
 def test_records_without_any_length_say_nothing(build, findings_of):
     assert not findings_of(RULE, build(lambda w: w.record("samples", {"step": 0, "id": "a", "loss": 2.0})))
+
+
+@pytest.mark.fires(RULE)
+def test_images_are_given_in_many_ways_and_their_edges_are_told(build, findings_of):
+    def fill(writer):
+        for size in ([20, 10], {"width": 40, "height": 10}, 16, [3, 8, 24], [0, 5]):
+            writer.record("samples", {"step": 0, "image_size": size})
+        writer.record("media_samples", {"id": "m", "image": {"width": 100, "height": 50}})
+
+    numbers = ledger(findings_of(RULE, build(fill)))
+    assert numbers["image size samples"] == 5  # the one without a width is none
+    assert (numbers["image width min"], numbers["image width max"]) == (16, 100)
+    assert (numbers["image height min"], numbers["image height max"]) == (8, 50)
+    # Widths 16, 20, 24, 40, 100: 80 % of the way from the fourth to the fifth.
+    assert numbers["image width p95"] == pytest.approx(40 + 0.8 * 60)
