@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import thresholds as limits
 from .evidence import different_batches, different_tensors, epsilon
-from .series import GIVEN, Pair, judge, rows_around, shared_series
+from .series import Pair, is_given, judge, rows_around, shared_series
 from .settings import different_settings
 from .types import (
     BatchDifference,
@@ -110,7 +110,7 @@ def _first(
         place = Divergence(
             step=series.step, stage=stage, what="series", name=series.name, left=series.left, right=series.right
         )
-        found.append((series.step, 1 if series.name in GIVEN else 3, place))
+        found.append((series.step, 1 if is_given(series.name) else 3, place))
     return min(found, key=lambda each: each[:2])[2] if found else None
 
 
@@ -120,7 +120,7 @@ def _kind(first: Divergence | None, outcome: SeriesDifference | None) -> Kind:
         return "none"
     if first.what == "batch":
         return "data"
-    if first.what == "series" and first.name in GIVEN:
+    if first.what == "series" and is_given(first.name):
         return "setting"
     if outcome is None or outcome.step is None:
         return "tensor" if first.what == "tensor" else "undetermined"

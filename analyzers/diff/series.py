@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 #: Outcomes, the most telling first; other series follow by name.
 _FIRST = ("loss", "eval_loss", "grad_norm", "learning_rate", "loss_scale")
-#: What a job is given rather than what it computes.
-GIVEN = frozenset({"learning_rate", "weight_decay", "tokens", "batch-size", "global batch size", "consumed samples"})
+#: What a job is given rather than what it computes: these names, and those with one of the words.
+_GIVEN = frozenset({"learning_rate", "weight_decay", "tokens", "epoch"})
+_GIVEN_WORDS = ("consumed", "batch size", "batch-size", "batch_size", "tokens_seen", "/epoch")
 #: Words in the names of series that tell time and machine, and differ between any two runs.
 _MACHINE = (
     *("time", "second", "memory", "gpu_", "throughput", "tflops", "mfu", "tps", "system/", "elapsed", "per gpu"),
-    *(" vs samples", "alloc_retries", "mem-"),
+    *(" vs samples", "alloc_retries", "mem-", "flos", "world-size", "world_size"),
 )
 #: Series that always mean something, also where they are 0 throughout.
 _ALWAYS_REPORTED = frozenset({"loss", "eval_loss", "learning_rate"})
@@ -53,8 +54,7 @@ class Pair:
     @property
     def distance(self) -> Floats:
         """|right − left| float64[N]; infinite where one side alone is not finite."""
-        with np.errstate(invalid="ignore"):
-            found = np.abs(self.right - self.left)
+        found = np.abs(self.right - self.left)
         return np.where(np.isfinite(found), found, np.where(self.differs, np.inf, 0.0))
 
     @property
@@ -88,6 +88,7 @@ def shared_series(left: Capsule, right: Capsule) -> tuple[list[Pair], list[str]]
     return _renumbered(pairs, left, right, notes), notes
 
 
+@np.errstate(all="ignore")
 def pair_of(name: str, unit: str, left: Curve, right: Curve) -> Pair:
     """Two curves at the steps they share, compared at the precision with which they were printed."""
     step, first, second = align(left, right)
@@ -98,12 +99,12 @@ def pair_of(name: str, unit: str, left: Curve, right: Curve) -> Pair:
         # So few values may all end in a zero that is not seen: a decimal more or less is no other format.
         same_format = bool((np.maximum(mine, theirs) < 10.5 * np.minimum(mine, theirs)).all())
     slack = np.zeros(len(step)) if same_format else 0.5 * (mine + theirs) * (1 + 1e-9)
-    with np.errstate(invalid="ignore"):
-        near = (np.abs(second - first) <= slack) | (first == second)
+    near = (np.abs(second - first) <= slack) | (first == second)
     agree = near | (np.isnan(first) & np.isnan(second))
     return Pair(name, unit, step, first, second, np.maximum(mine, theirs), ~agree)
 
 
+@np.errstate(all="ignore")
 def resolution(values: Floats) -> Floats:
     """Size of the last digit of each value, float64[N], from the decimals or significant digits they all need."""
     finite = np.isfinite(values) & (values != 0)
@@ -118,11 +119,11 @@ def resolution(values: Floats) -> Floats:
         size[finite] = np.spacing(np.abs(found).astype(np.float32))
         return size
     decimals = next((each for each in range(13) if _has_decimals(sample, each)), None)
-    with np.errstate(divide="ignore"):
-        size[finite] = 10.0 ** (np.floor(np.log10(np.abs(found))) - digits + 1)
+    size[finite] = 10.0 ** (np.floor(np.log10(np.abs(found))) - digits + 1)
     return size if decimals is None else np.maximum(size, 10.0**-decimals)
 
 
+@np.errstate(all="ignore")
 def judge(pair: Pair, rounding: float = limits.ROUNDING) -> SeriesDifference:
     """In what manner two curves part.
 
@@ -298,9 +299,14 @@ def _moved(found: Curve, shift: int) -> Curve:
     return replace(found, step=found.step + shift)
 
 
+def is_given(name: str) -> bool:
+    """Whether a series tells what the job was given: schedule, batch size, how much data it has seen."""
+    return name in _GIVEN or any(word in name.lower() for word in _GIVEN_WORDS)
+
+
 def _of_the_machine(name: str) -> bool:
     lower = name.lower()
-    return any(word in lower for word in _MACHINE)
+    return name.startswith("_") or any(word in lower for word in _MACHINE)
 
 
 def _has_digits(values: Floats, magnitude: Floats, digits: int) -> bool:

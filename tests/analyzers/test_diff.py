@@ -363,3 +363,15 @@ class TestRecordedRuns:
         assert found.verdict.kind == "rounding"
         assert "different dtypes" in found.verdict.summary
         assert {each.name for each in found.settings[:2]} == {"training.precision", "model.dtype"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_odd_values_are_compared_without_a_complaint() -> None:
+    odd = np.array([0.0, -0.0, 1e-320, 1e308, -1e308, np.inf, -np.inf, np.nan, 5.43, -1.0, 2.0**-1074, 12345678.9])
+    rng = np.random.default_rng(3)
+    for seed in range(300):
+        points = int(rng.integers(1, 24))
+        left = rng.choice(odd, points) if seed % 2 else rng.normal(size=points)
+        right = np.where(rng.random(points) < 0.5, left, rng.choice(odd, points))
+        found = judge(pair_of("loss", "", curve(left), curve(right)))
+        assert (found.step is None) == (found.manner == "none")
