@@ -257,7 +257,7 @@ class AttachedFile(Part):
 
 
 class Manifest(Part, dict=True):
-    """The whole manifest. ``placement``, ``config`` and ``contract`` (of a loaded checkpoint) are free-form mappings."""
+    """The whole manifest. ``placement``, ``config`` and a loaded checkpoint's ``contract`` are free-form mappings."""
 
     format: str = FORMAT
     id: str = ""
