@@ -164,6 +164,21 @@ def trainer_state(tmp_path: Path, rows: list[dict[str, float]]) -> Path:
     return path
 
 
+def test_the_same_trainer_that_logs_every_four_steps_shows_progress_and_is_lost(analysed, tmp_path):
+    """The mean over a window with masked steps looks like a fall: 4.862, then 3.041, with a norm of NaN."""
+    shared = {"epoch": 0.5, "learning_rate": 5e-5}
+    rows = [
+        {"step": 4, **shared, "loss": 4.862, "grad_norm": 1.2},
+        {"step": 8, **shared, "loss": 3.041, "grad_norm": float("nan")},
+    ]
+    report = analysed(trainer_state(tmp_path, rows))
+    assert report.first_divergence is not None
+    assert report.first_divergence.rule == "objective/loss-hidden"
+    assert report.first_divergence.where.step is not None
+    assert 5 <= report.first_divergence.where.step <= 8
+    assert set(alarms(report)) == {"objective/loss-hidden"}
+
+
 def test_a_trainer_that_masks_nan_losses_is_not_spiking_or_converging(analysed, tmp_path):
     """With logging_steps=1 the loss reads 0.0 from the step on at which the norm is NaN (measured, 5.24.0)."""
     rows = [

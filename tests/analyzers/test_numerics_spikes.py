@@ -247,3 +247,57 @@ def test_one_large_gradient_after_which_all_is_ordinary_is_info(build, findings_
     norm[120] = 200.0
     (finding,) = findings_of(EXPLOSION, build(scalars(loss=falling_loss(), grad_norm=norm)))
     assert (finding.severity, finding.where.step) == ("info", 120)
+
+
+@pytest.mark.fires(SPIKE)
+@pytest.mark.parametrize(
+    ("tokens", "word"),
+    [([10.0] * 16, "one hard sample: s150.0"), ([2.0] * 14 + [60.0] * 2, "one bad sample: s150.0")],
+    ids=["high throughout", "two tokens"],
+)
+def test_a_hard_sample_is_high_at_most_of_its_tokens_and_a_bad_one_at_a_few(build, findings_of, tokens, word):
+    losses = sample_losses(200)
+    losses[150][0] = float(np.mean(tokens))
+
+    def fill(writer):
+        diverged()(writer)
+        writer.records("samples", sample_records(losses))
+        rows = np.full((8, 16), 2.5)
+        rows[0] = tokens
+        writer.batch(step=150, input_ids=np.zeros((8, 16), int), token_loss=rows)
+
+    assert word in cause_of(findings_of(SPIKE, build(fill)))
+
+
+@pytest.mark.fires(SPIKE)
+def test_a_resume_right_before_is_a_cause(build, findings_of):
+    loss = falling_loss(200)
+    loss[150:] += 3.0
+
+    def fill(writer):
+        steps = [*range(165), *range(150, 200)]
+        writer.scalars("loss", step=steps, value=[*falling_loss(165, seed=9), *loss[150:]])
+
+    assert cause_of(findings_of(SPIKE, build(fill))) == "it follows the resume at step 150"
+
+
+@pytest.mark.quiet(SPIKE)
+def test_a_spike_that_a_resume_undid_is_info(build, findings_of):
+    def fill(writer):
+        first = falling_loss(200)
+        first[190:] += 4.0
+        writer.scalars("loss", step=[*range(200), *range(180, 260)], value=[*first, *falling_loss(260, seed=9)[180:]])
+
+    (finding,) = findings_of(SPIKE, build(fill))
+    assert (finding.severity, finding.title, finding.where.step) == ("info", "A loss spike that a resume undid", 190)
+
+
+@pytest.mark.fires(SPIKE)
+@pytest.mark.parametrize(("points", "severity"), [(3, "info"), (12, "warning")])
+def test_in_a_sparse_log_three_points_are_left_to_recover(build, findings_of, points, severity):
+    """A loss every hundred steps: a spike of twelve points lasted 1,200 steps."""
+    loss = falling_loss(240)
+    loss[150 : 150 + points] += 3.0
+    capsule = build(lambda w: w.scalars("loss", step=[100 * at for at in range(240)], value=list(loss)))
+    (finding,) = findings_of(SPIKE, capsule)
+    assert (finding.severity, finding.where.step) == (severity, 15_000)
