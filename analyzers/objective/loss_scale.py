@@ -135,7 +135,7 @@ def _evaluation_ratio(capsule: Capsule) -> Finding | None:
         return None
     ratios: list[float] = []
     for step, value in zip(evaluation.step, evaluation.value, strict=True):
-        before = loss.value[loss.step <= step][-8:]
+        before = loss.value[loss.step <= step][-3:]
         if len(before) and value > 0:
             ratios.append(float(np.median(before)) / float(value))
     if len(ratios) < EVAL_POINTS:

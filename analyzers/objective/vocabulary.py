@@ -142,7 +142,8 @@ def _untrained(capsule: Capsule) -> Iterator[Finding]:
     used = {
         int(each) for batch in capsule.batches() if batch.input_ids is not None for each in np.unique(batch.input_ids)
     }
-    usual = float(np.nanmedian(norm)) if norm.size else 0.0
+    finite = norm[np.isfinite(norm)]
+    usual = float(np.median(finite)) if finite.size else 0.0
     poor = sorted(
         each
         for each in special & used

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.objective.loss_batch import attended
 from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.report import CapsuleReport
 from llmconsole.analyzers.runner import analyze
@@ -714,3 +715,79 @@ class TestRowsThatWereCutAndPadded:
         )
         assert not found
         assert "objective/reduction" in report.quiet
+
+
+class TestTermsThatAreMeant:
+    """Label smoothing, a z-loss or an auxiliary term beside a declared reduction is normal practice, not a fault."""
+
+    @pytest.mark.quiet("objective/unexplained-loss")
+    @pytest.mark.parametrize("smoothing", [0.05, 0.1])
+    def test_label_smoothing_is_a_remark_that_names_the_setting(self, build: Build, smoothing: float) -> None:
+        loss: Loss = lambda job, logits, rows: ce(logits[:, :-1], rows.labels[:, 1:], label_smoothing=smoothing)  # noqa: E731
+        finding = said(trained(build, loss))[1]["objective/unexplained-loss"]
+        assert (finding.severity, finding.confidence) == ("info", "undetermined")
+        assert f"label_smoothing_factor = {smoothing:g}" in finding.next[0]
+        assert finding.evidence[0].value == pytest.approx(finding.evidence[0].expected, rel=1e-6)
+
+    @pytest.mark.parametrize("everywhere", [True, False])
+    def test_a_z_loss_of_the_usual_strength_is_known_too(self, build: Build, everywhere: bool) -> None:
+        def loss(job: Job, logits: Tensor, rows: Rows) -> Tensor:
+            z = logits.logsumexp(-1).square()
+            scored = rows.labels[:, 1:] != IGNORE
+            return right(job, logits, rows) + 1e-4 * (z.mean() if everywhere else z[:, :-1][scored].mean())
+
+        finding = said(trained(build, loss))[1]["objective/unexplained-loss"]
+        assert finding.severity == "info"
+        assert "z-loss of 0.0001" in finding.summary
+
+    def test_an_unknown_small_term_is_a_remark_and_names_nothing(self, build: Build) -> None:
+        loss: Loss = lambda job, logits, rows: right(job, logits, rows) + 0.0317 * logits.std()  # noqa: E731
+        finding = said(trained(build, loss))[1]["objective/unexplained-loss"]
+        assert finding.severity == "info"
+        assert not any("loss of" in each.name for each in finding.evidence)
+
+    def test_a_loss_below_the_declared_one_is_no_added_term(self, build: Build) -> None:
+        loss: Loss = lambda job, logits, rows: 0.9 * right(job, logits, rows)  # noqa: E731
+        assert said(trained(build, loss))[1]["objective/unexplained-loss"].severity == "warning"
+
+
+class TestLabelsThatTheModelMakesItself:
+    """The recorder saw input ids and scores, and no labels."""
+
+    @staticmethod
+    def capsule(build: Build, loss: Callable[[Tensor, Tensor], Tensor], objective: str | None, **more: Any) -> Capsule:
+        def fill(writer: CapsuleWriter) -> None:
+            job = Job(seed=3)
+            for step in range(2):
+                ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=job.generator)
+                logits = job.model(ids).detach()
+                about = {"reported_loss": float(loss(logits, ids)), "loss_dtype": "float32", "logits_dtype": "float32"}
+                writer.batch(step=step, rank=0, input_ids=ids, logits=logits, **about, **more)
+
+        return build(fill, manifest(objective=objective))
+
+    @pytest.mark.fires("objective/labels-not-shifted")
+    def test_a_shift_that_is_missing_is_confirmed_where_every_token_is_a_target(self, build: Build) -> None:
+        found = said(self.capsule(build, lambda logits, ids: ce(logits, ids), "causal-lm"))[1]
+        assert {name: each.confidence for name, each in found.items()} == {"objective/labels-not-shifted": "confirmed"}
+
+    @pytest.mark.quiet("objective/labels-not-shifted")
+    def test_the_right_loss_is_quiet(self, build: Build) -> None:
+        assert not said(self.capsule(build, lambda logits, ids: ce(logits[:, :-1], ids[:, 1:]), "causal-lm"))[1]
+
+    @pytest.mark.parametrize("objective", ["sft", None])
+    def test_where_it_may_be_answers_only_nothing_is_judged(self, build: Build, objective: str | None) -> None:
+        report, found = said(self.capsule(build, lambda logits, ids: ce(logits, ids), objective))
+        assert not found
+        assert "objective/labels-not-shifted" in {each.rule for each in report.skipped}
+
+    def test_another_reduction_is_a_remark_since_the_labels_were_not_seen(self, build: Build) -> None:
+        found = said(self.capsule(build, lambda logits, ids: ce(logits[:, :-1], ids[:, 1:], "sum"), "causal-lm"))[1]
+        assert (found["objective/reduction"].severity, found["objective/reduction"].confidence) == ("info", "likely")
+
+
+def test_an_additive_mask_hides_what_is_far_below_zero() -> None:
+    kept = attended(np.array([[0.0, 0.0, -1e4], [0.0, -np.inf, -3.4e38]]))
+    assert kept.tolist() == [[True, True, False], [True, False, False]]
+    assert attended(np.array([[1.0, 0.0]])).tolist() == [[True, False]]
+    assert attended(np.array([[1, 0]])).tolist() == [[True, False]]
