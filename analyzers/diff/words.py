@@ -104,10 +104,11 @@ def _scatter(first: Divergence, outcome: SeriesDifference | None) -> str:
 
 def _start(first: Divergence, outcome: SeriesDifference | None) -> str:
     note = f" ({outcome.note})" if outcome and outcome.note else ""
-    relative = _percent(outcome.relative) if outcome else ""
+    relative = _percent(outcome.relative) if outcome else "an amount that is not known"
+    unlogged = " What comes before was not logged." if first.step > 1 else ""
     return (
         f"The runs differ from the first step that both logged (step {first.step}, by {relative}){note}: another start "
-        "(weights, data, settings) or a fault in the first forward pass. What comes before was not logged."
+        f"(weights, data, settings) or a fault in the first forward pass.{unlogged}"
     )
 
 

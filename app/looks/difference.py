@@ -10,7 +10,7 @@ import msgspec
 from ..imports import open_evidence, problems_of
 
 if TYPE_CHECKING:
-    from ...analyzers.diff import Difference
+    from ...analyzers.diff.types import Difference
 
 
 def difference(left: str, right: str, left_files: Sequence[str] = (), right_files: Sequence[str] = ()) -> Difference:
@@ -19,7 +19,7 @@ def difference(left: str, right: str, left_files: Sequence[str] = (), right_file
     Raises:
         EvidenceError: one of them cannot be read, or they hold nothing that can be compared.
     """
-    from ...analyzers.diff import NothingShared, compare
+    from ...analyzers.diff.compare import NothingShared, compare
     from ...capsules.errors import EvidenceError
 
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llmconsole.analyzers.diff import NothingShared, compare
+from llmconsole.analyzers.diff.compare import NothingShared, compare
 from llmconsole.analyzers.diff.series import judge, pair_of, resolution
 from llmconsole.analyzers.diff.types import Difference
 from llmconsole.analyzers.series import Curve

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from llmconsole.analyzers.diff import compare
+from llmconsole.analyzers.diff.compare import compare
 from llmconsole.capsules import Capsule, EvidenceError
 from llmconsole.capsules.importers import import_files, recognise
 from transformers.trainer_callback import TrainerState
