@@ -31,6 +31,9 @@ if TYPE_CHECKING:
         "objective/loss-hidden",
         "data/poison-sample",
         "data/token-out-of-vocabulary",
+        "optimizer/overflow-step-applied",
+        "optimizer/state-not-restored",
+        "optimizer/step-mismatch",
     ),
 )
 def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:

@@ -117,7 +117,13 @@ def _falls(loss: Curve, level: float) -> tuple[bool | None, float, float]:
     cases=("loss-stuck-at-ln-v",),
     stage="numerics",
     needs=("scalars.grad_norm|records.events.norm|records.param_groups.has_grad", "scalars.loss"),
-    explained_by=("data/token-out-of-vocabulary", "numerics/first-nonfinite", "numerics/loss-nonfinite"),
+    explained_by=(
+        "data/token-out-of-vocabulary",
+        "objective/all-masked",
+        "optimizer/gradient-chain-cut",
+        "numerics/first-nonfinite",
+        "numerics/loss-nonfinite",
+    ),
 )
 def gradients_lost(capsule: Capsule) -> Iterator[Finding]:
     """No gradient arrives: its norm is exactly 0 and the loss does not fall.
@@ -190,7 +196,13 @@ def gradients_lost(capsule: Capsule) -> Iterator[Finding]:
     stage="numerics",
     severity="warning",
     needs=("scalars.grad_norm|stats.gradient",),
-    explained_by=("numerics/gradients-lost", "numerics/outlier-growth", "numerics/learning-rate"),
+    explained_by=(
+        "numerics/gradients-lost",
+        "numerics/outlier-growth",
+        "numerics/learning-rate",
+        "optimizer/gradient-chain-cut",
+        "optimizer/order",
+    ),
 )
 def gradient_vanishing(capsule: Capsule) -> Iterator[Finding]:
     """Gradients are too small to move the weights.

@@ -109,6 +109,9 @@ def _partner(gradient: Curve, step: int) -> bool:
         "numerics/first-nonfinite",
         "data/poison-sample",
         "data/token-out-of-vocabulary",
+        "optimizer/overflow-step-applied",
+        "optimizer/state-not-restored",
+        "optimizer/step-mismatch",
     ),
 )
 def loss_spike(capsule: Capsule) -> Iterator[Finding]:
