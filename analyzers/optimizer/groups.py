@@ -74,7 +74,9 @@ def decay_on_norm_or_bias(capsule: Capsule) -> Iterator[Finding]:
     slipped = [(each, kind) for each in decayed if (kind := kind_without_decay(each)) is not None]
     if not slipped:
         return
-    spared = [each for each in trained if each.decay == 0]
+    # Groups of another optimizer have settings of their own, and spare nothing for this one.
+    kinds_of = {each.optimizer for each, _ in slipped}
+    spared = [each for each in trained if each.decay == 0 and each.optimizer in kinds_of]
     declared = _declares_sparing(capsule)
     kinds = {kind: sum(each == kind for _, each in slipped) for kind in sorted({kind for _, kind in slipped})}
     largest = max(each.decay or 0.0 for each, _ in slipped)

@@ -31,6 +31,7 @@ class Parameter:
     dtype: str | None
     trained: bool | None
     owned: bool | None
+    optimizer: str | None
     has_grad: bool | None
     grad_norm: float | None
     update_norm: float | None
@@ -104,6 +105,7 @@ def _parsed(record: dict[str, Any], name: str, step: int) -> Parameter:
         dtype=_text(record.get("dtype")),
         trained=_flag(record.get("requires_grad")),
         owned=_flag(record.get("in_optimizer")),
+        optimizer=_text(record.get("optimizer")),
         has_grad=_flag(record.get("has_grad")),
         grad_norm=_number(record.get("grad_norm")),
         update_norm=_number(record.get("update_norm")),

@@ -405,7 +405,10 @@ class Loop:
 
         Only while no other optimizer is known, and in a window whose backward has reached the model.
         """
-        if self.optimizers or self.window is None or not self.window.backwards or not self.window.gradients:
+        window = self.window
+        if self.optimizers or window is None or not window.backwards:
+            return False
+        if not (window.gradients or self.hooks.pending):
             return False
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         trained = [parameter for parameter in self.hooks.root.parameters() if parameter.requires_grad]

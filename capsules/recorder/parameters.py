@@ -174,7 +174,8 @@ def group_records(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if (name := names.get(id(parameter))) is not None:
-                    add(name, parameter, group, optimizer.state.get(parameter, {}))["group"] = group_number
+                    record = add(name, parameter, group, optimizer.state.get(parameter, {}))
+                    record |= {"group": group_number, "optimizer": type(optimizer).__name__}
             group_number += 1
     owned = {record["name"] for record in records}
     for name, parameter in parameters.items() if optimizers else ():

@@ -116,6 +116,7 @@ class ParamGroup(Record):
     adapter: bool | str | None = None
     shared_with: str | list[str] | None = None
     in_optimizer: bool | None = None
+    optimizer: str | None = None
 
 
 class Checksum(Record):
