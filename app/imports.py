@@ -44,6 +44,8 @@ class _Imported:
 
 
 _imported: OrderedDict[tuple[str, ...], _Imported] = OrderedDict()
+#: Formats of files by path, with the stamp of which they hold; a list asks every second.
+_formats: OrderedDict[str, tuple[tuple[object, ...], str]] = OrderedDict()
 
 
 def is_raw(path: str | os.PathLike[str]) -> bool:
@@ -92,11 +94,19 @@ def recognise(paths: Sequence[str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
         stamp = stamp_of_raw(path)
-        importer = known(path) if stamp is not None else None
+        kind = ""
+        if stamp is not None:
+            before, kind = _formats.get(path, ((), ""))
+            if before != stamp and (not kind or before[2:] != stamp[2:]):  # what grows stays what it is
+                importer = known(path)
+                kind = importer.FORMAT if importer is not None else ""
+            _formats[path] = (stamp, kind)
+            while len(_formats) > 4 * MOST_FILES:
+                _formats.popitem(last=False)
         found.append(
             {
                 "path": path,
-                "format": importer.FORMAT if importer is not None else "",
+                "format": kind,
                 "modified": stamp[0] if stamp is not None else 0.0,
                 "size": stamp[1] if stamp is not None else 0,
             }

@@ -13,7 +13,7 @@ from .source import Source
 FORMAT = "training log"
 
 #: How far into a text file, beyond head and tail, a known line is looked for: set-up can print ten thousand lines.
-_SEARCHED = 8 * MIB
+_SEARCHED = 4 * MIB
 #: Bytes of a line that readers see; no line of a program is longer, and patterns stay quick.
 _SEEN = 16 * 1024
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -27,12 +27,11 @@ def sniff(source: Source) -> bool:
     """Whether any known line is in the head, the tail or the first megabytes."""
     if not source.text or _DOCUMENT.match(source.head):
         return False
-    signs = _signs()
-    if any(signs.search(_ANSI.sub(b"", part)) for part in (source.head, source.tail)):
+    if _known(_ANSI.sub(b"", source.head)) or _known(_ANSI.sub(b"", source.tail)):
         return True
     read, kept = 0, b""
     for chunk in source.chunks():
-        if signs.search(kept + _ANSI.sub(b"", chunk)):
+        if _known(kept + _ANSI.sub(b"", chunk)):
             return True
         kept = chunk[-4096:]
         read += len(chunk)
@@ -72,7 +71,12 @@ def read(source: Source, out: Run) -> None:
     out.format = f"log of {', '.join(names)}" if names else FORMAT
 
 
+def _known(part: bytes) -> bool:
+    """Whether a line is in it that is certain to come from a training program, or from one that failed."""
+    return any(sign.search(part) for sign in _signs())
+
+
 @cache
-def _signs() -> re.Pattern[bytes]:
-    """Any line that is certain to come from a training program, or from one that failed."""
-    return re.compile(rb"|".join(rb"(?:%s)" % program.SIGN for program in programs() if program.SIGN))
+def _signs() -> tuple[re.Pattern[bytes], ...]:
+    """One by one: a pattern that begins with a literal is found ten times faster alone than as an alternative."""
+    return tuple(re.compile(program.SIGN) for program in programs() if program.SIGN)

@@ -9,14 +9,17 @@ from ..names import standard
 from .log import Log, Stateless, count, number
 
 FORMAT = "Megatron-LM"
-SIGN = rb"iteration\s+\d+\s*/\s*\d+\s*\|.*(?:consumed|elapsed time per iteration|learning rate)"
+SIGN = (
+    rb"iteration\s{1,20}\d{1,19}\s{0,20}/\s{0,20}\d{1,19}\s{0,20}\|[^\n]{0,200}?"
+    rb"(?:consumed|elapsed time per iteration|learning rate|lr:)"
+)
 
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _VALIDATION = re.compile(r"validation loss at (?:iteration\s+(\d+)|the end of training)([^|]*)\|(.*)")
 _TIMERS = re.compile(r"time \(ms\) \|(.*)")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \|(.*)")
 _RERUN = re.compile(r"Unexpected result .{1,80}? on rank (\d+) at iteration #(\d+)")
-_TRACKED = re.compile(r"\brank=(\d+)\b.{0,400}?\biteration=(\d+)\b.{0,400}?\bstatus=(\S+)")
+_TRACKED = re.compile(r"\brank=(\d+)\b.{0,200}?\biteration=(\d+)\b.{0,100}?\bstatus=(\S+)")
 _STRAGGLER = re.compile(r"MnRtt/Rnk:")
 
 #: What a key is called here, with the factor to the unit and the unit.

@@ -14,9 +14,10 @@ from .log import NUMBER, Log, Stateless, count, number
 FORMAT = "own prints"
 SIGN = (
     rb"num_updates=\d+,|\bIter\(train\) \[ *\d+/"
-    rb"|\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep)\b\s*[:=#]?\s*\d[\d,]*(?:\s*/\s*\d+)?[^\n]{0,80}?"
+    rb"|\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep)\b\s*[:=#]?\s*\d[\d,]{0,25}"
+    rb"(?:\s{0,9}/\s{0,9}\d{1,25})?[^\n]{0,80}?"
     rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b(?: train)?\s*[:=]?\s*(?:[-+.\d]|nan|inf)"
-    rb"|\d+/\d+ \[[\d:]+<[^\]\n]{0,80}loss\s*=\s*[\d.n]"
+    rb"|\b\d{1,18}/\d{1,18} \[[\d:]{1,12}<[^\]\n]{0,80}loss\s*=\s*[\d.n]"
 )
 
 _STEP = re.compile(

@@ -142,10 +142,10 @@ class TestLongLogs:
         small.write_text("".join(line.format(step=step) for step in range(12_000)))
         large.write_text("".join(line.format(step=step) for step in range(50_000)))
         program = """
-            import resource, sys
+            import sys
             from llmconsole.capsules import Capsule
             from llmconsole.capsules.importers import import_files
-            peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
             import_files([sys.argv[1]], sys.argv[3], attach=False)
             before = peak()
             path = import_files([sys.argv[2]], sys.argv[3], attach=False)
