@@ -61,7 +61,8 @@ def _zeros(loss: Curve, norm: Curve) -> Finding | None:
     zero = loss.step[(loss.value == 0.0) & np.isin(loss.step, lost)]
     if not len(zero):
         return None
-    onset, hint = _onset(loss, norm, int(zero[0]))
+    sound = norm.finite().before(int(zero[0]), 1).step  # the norm may have been lost some points before
+    onset, hint = _onset(loss, int(lost[lost > sound[0]][0]) if len(sound) else int(lost[0]))
     return _finding(
         f"The loss is exactly 0.0 at {len(zero):,} points whose gradient norm is not finite, first at step {zero[0]:,}",
         onset,
@@ -97,7 +98,7 @@ def _stays_away(capsule: Capsule, loss: Curve, norm: Curve) -> Finding | None:
         what = f"The loss is missing from step {first:,} on, where the gradient norm is no longer finite"
         row = Evidence(name="loss", value=None, expected=float(before.value[-1]), note=f"not logged from step {first}")
         return _finding(what, first, "", (row, *evidence), "likely", "warning")
-    onset, hint = _onset(loss, norm, first)
+    onset, hint = _onset(loss, first)
     if scaled or not after.value[-1] < before.value[-1] or (_is_float16(capsule) and not hint):
         return None
     what = (
@@ -137,7 +138,7 @@ def _zero_to_the_end(capsule: Capsule, loss: Curve) -> Finding | None:
     )
 
 
-def _onset(loss: Curve, norm: Curve, first: int) -> tuple[int, str]:
+def _onset(loss: Curve, first: int) -> tuple[int, str]:
     """(step at which the loss turned NaN, how that is known) for a log whose first bad point is ``first``.
 
     A trainer that logs every k steps and replaces a NaN by the running mean reports j(k+1) / k(j+1) of the mean of the

@@ -98,6 +98,12 @@ def test_the_numbers_of_the_report_are_the_filter_with_one_finite_step_of_four(b
     assert pytest.approx(0.625, abs=5e-4) == 3.041 / 4.862
 
 
+def test_the_onset_lies_before_the_zeros_where_the_norm_was_lost_before_them(build: Build, findings_of: Say) -> None:
+    (finding,) = findings_of(HIDDEN, build(log(every=4, steps=16, bad=6)))
+    assert (finding.confidence, finding.where.step) == ("confirmed", 6)
+    assert "1 of 4 steps finite" in finding.summary
+
+
 @pytest.mark.quiet("objective/loss-hidden")
 @pytest.mark.parametrize("every", [1, 4])
 def test_the_same_run_without_the_fault_is_quiet(build: Build, findings_of: Say, every: int) -> None:
