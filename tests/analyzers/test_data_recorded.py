@@ -12,6 +12,7 @@ from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule, CapsuleWriter, Recorder
 from llmconsole.capsules.probe.taking import Taker
+from llmconsole.capsules.recorder.describe import tokenizer_facts
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -42,12 +43,17 @@ def make_tokenizer():
         bpe.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
-            vocab_size=400, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=400,
+            special_tokens=["<pad>", "<s>", "</s>", "<mask>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
         bpe.train_from_iterator(dialogues(60), trainer)
         if bos:
             bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token=pad)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token=pad, mask_token="<mask>"
+        )
 
     return make
 
@@ -75,9 +81,7 @@ def train(tmp_path):
         torch.set_num_threads(1)
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with Recorder(
-            tmp_path / "runs", model=model, optimizer=optimizer, every=1, keep_batches=2, **given
-        ) as recorder:
+        with Recorder(tmp_path / "runs", model=model, optimizer=optimizer, keep_batches=4, **given) as recorder:
             for batch in batches:
                 with recorder.step(batch=batch) as step:
                     logits = model(batch["input_ids"])[:, :-1].flatten(0, 1)
@@ -143,6 +147,19 @@ def test_a_template_that_writes_bos_before_a_tokenizer_that_adds_it(make_tokeniz
     assert list(found) == (["data/bos-count"] if doubled else [])
 
 
+@pytest.mark.quiet("data/labels-misaligned")
+def test_the_masked_language_model_collator_raises_no_alarm(make_tokenizer, tmp_path):
+    from transformers import DataCollatorForLanguageModeling
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    rows = [tokenizer(text, return_special_tokens_mask=True) for text in sentences(32)]
+    kept = [{name: row[name] for name in ("input_ids", "attention_mask", "special_tokens_mask")} for row in rows]
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=True)
+    batches = [dict(collate(kept[at : at + 8])) for at in range(0, 32, 8)]
+    assert not alarms(taken(tmp_path, batches, tokenizer=tokenizer))
+
+
 def completions(tokenizer, texts, template, size=4):
     """A collator that masks everything up to the response template, found in the ids (TRL's completion-only one)."""
     batches = collated(tokenizer, texts, size)
@@ -177,7 +194,7 @@ def test_a_template_that_ends_in_a_blank_masks_everything(make_tokenizer, train,
 @pytest.mark.fires("data/packing-contamination")
 @pytest.mark.quiet("data/packing-contamination")
 @pytest.mark.parametrize("restart", [False, True])
-def test_flattened_samples_whose_positions_run_on(make_tokenizer, train, restart):
+def test_flattened_samples_whose_positions_run_on(make_tokenizer, tmp_path, restart):
     from transformers import DataCollatorWithFlattening
 
     tokenizer = make_tokenizer()
@@ -187,7 +204,7 @@ def test_flattened_samples_whose_positions_run_on(make_tokenizer, train, restart
     for batch in batches:
         if not restart:
             batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
-    found = alarms(train(batches, tokenizer=tokenizer))
+    found = alarms(taken(tmp_path, batches, tokenizer=tokenizer))
     assert list(found) == ([] if restart else ["data/packing-contamination"])
 
 
@@ -205,7 +222,7 @@ def test_a_loader_that_hands_out_each_batch_twice(make_tokenizer, train, fault):
 @pytest.mark.recorded("data/labels-misaligned")
 @pytest.mark.fires("data/labels-misaligned")
 @pytest.mark.parametrize("fault", ["shifted twice", "shuffled"])
-def test_labels_of_another_place_or_row(make_tokenizer, train, fault):
+def test_labels_of_another_place_or_row(make_tokenizer, tmp_path, fault):
     tokenizer = make_tokenizer()
     batches = collated(tokenizer, [f"{text}</s>" for text in sentences(16)])
     for batch in batches:
@@ -214,7 +231,7 @@ def test_labels_of_another_place_or_row(make_tokenizer, train, fault):
             batch["labels"] = labels.roll(1, 0)
         else:
             batch["labels"] = torch.cat((labels[:, 2:], torch.full_like(labels[:, :2], -100)), 1)
-    found = alarms(train(batches, tokenizer=tokenizer, manifest={"training": {"objective": "sft"}}))
+    found = alarms(taken(tmp_path, batches, tokenizer=tokenizer, manifest={"training": {"objective": "sft"}}))
     assert found["data/labels-misaligned"].severity == "critical"
     words = "shifted twice" if fault == "shifted twice" else "another row"
     assert words in found["data/labels-misaligned"].summary + found["data/labels-misaligned"].title
@@ -222,34 +239,34 @@ def test_labels_of_another_place_or_row(make_tokenizer, train, fault):
 
 @pytest.mark.recorded("data/attention-mask-mismatch")
 @pytest.mark.fires("data/attention-mask-mismatch")
-def test_a_mask_made_before_the_padding(make_tokenizer, train):
+def test_a_mask_made_before_the_padding(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.padding_side = "left"
     batches = collated(tokenizer, [f"{text}</s>" for text in sentences(16)])
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    found = alarms(train(batches, tokenizer=tokenizer))
+    found = alarms(taken(tmp_path, batches, tokenizer=tokenizer))
     assert found["data/attention-mask-mismatch"].severity == "critical"
 
 
 @pytest.mark.recorded("data/missing-field")
 @pytest.mark.fires("data/missing-field")
-def test_a_collator_that_writes_attn_mask(make_tokenizer, train):
+def test_a_collator_that_writes_attn_mask(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer()
     batches = collated(tokenizer, [f"{text}</s>" for text in sentences(16)])
     for batch in batches:
         batch["attn_mask"] = batch.pop("attention_mask")
-    found = alarms(train(batches, tokenizer=tokenizer))
+    found = alarms(taken(tmp_path, batches, tokenizer=tokenizer))
     assert found["data/missing-field"].where.tensor == "attention_mask"
 
 
 @pytest.mark.recorded("data/truncation", "data/lengths")
 @pytest.mark.fires("data/truncation", "data/lengths")
-def test_samples_cut_at_the_maximum_length(make_tokenizer, train):
+def test_samples_cut_at_the_maximum_length(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer()
     texts = [f"{text}</s>" for text in sentences(96, most=40)]
     batches = collated(tokenizer, texts, size=8, truncation=True, max_length=24)
-    report = train(batches, tokenizer=tokenizer, manifest={"training": {"max_length": 24}})
+    report = taken(tmp_path, batches, tokenizer=tokenizer, manifest={"training": {"max_length": 24}})
     found = alarms(report)
     assert list(found) == ["data/truncation"]
     numbers = {entry.name: entry.value for entry in found["data/truncation"].evidence}
@@ -260,11 +277,11 @@ def test_samples_cut_at_the_maximum_length(make_tokenizer, train):
 
 @pytest.mark.recorded("data/length-outlier")
 @pytest.mark.fires("data/length-outlier")
-def test_samples_that_were_never_separated(make_tokenizer, train):
+def test_samples_that_were_never_separated(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer()
     texts = sentences(64)
     texts[37] = " ".join(sentences(40, seed=5))
-    found = alarms(train(collated(tokenizer, texts), tokenizer=tokenizer))
+    found = alarms(taken(tmp_path, collated(tokenizer, texts), tokenizer=tokenizer))
     assert found["data/length-outlier"].where.step == 37 // 4
 
 
@@ -285,10 +302,11 @@ def test_padding_with_an_id_that_is_no_token(tmp_path):
     assert "data/token-out-of-vocabulary" in alarms(taken(tmp_path, [batch], {"tokenizer": {"vocab_size": 100}}))
 
 
-def taken(tmp_path, train, manifest=None, validation=()):
+def taken(tmp_path, train, manifest=None, validation=(), tokenizer=None):
     """What the data rules say of batches taken by the probe."""
     path = tmp_path / "probe.capsule"
-    with CapsuleWriter(path, phase="training", manifest=manifest or {}) as writer:
+    manifest = {**(manifest or {})} | ({"tokenizer": tokenizer_facts(tokenizer)} if tokenizer is not None else {})
+    with CapsuleWriter(path, phase="training", manifest=manifest) as writer:
         taker = Taker(writer, None, None)
         for split, batches in (("train", train), ("validation", validation)):
             for batch in batches:
@@ -328,7 +346,7 @@ def test_a_black_image_divided_by_its_own_deviation(tmp_path):
 @pytest.mark.quiet("data/mixture-shift")
 @pytest.mark.parametrize("shifted", [True, False])
 def test_a_shard_of_binary_data_after_text(tmp_path, shifted):
-    """Characters of program text, then, from step 60 on, mostly rows of random bytes; a small model in training sees both."""
+    """Program text, then, from step 60 on, mostly rows of random bytes, as a small model in training sees them."""
     torch.manual_seed(0)
     source = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
     model, generator = Model(256), np.random.default_rng(0)
