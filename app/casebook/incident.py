@@ -7,12 +7,14 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Generator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .notebook import Notebook
+from ...analyzers.report import CapsuleReport
+from .notebook import Notebook, begin
 
 FORMAT = "llmconsole.incident-record/1"
 _NAME = "incident.json"
@@ -73,6 +75,21 @@ def notebook(capsule: Path) -> Generator[Notebook]:
         book = _notebook(capsule, record)
         yield book
         _write(capsule, {**record, **msgspec.to_builtins(book)})
+
+
+def open_incident(capsule: Path, report: CapsuleReport, phase: str, trigger: str, now: datetime) -> Notebook:
+    """Start the clock, with the hypotheses that the report suggests; one that is open already stays as it is.
+
+    Raises:
+        IncidentError: it cannot be read or written.
+    """
+    with notebook(capsule) as book:
+        if not book.opened:
+            made = begin(report, phase, trigger, now)
+            book.opened, book.hypotheses = made.opened, [*book.hypotheses, *made.hypotheses]
+            for number, each in enumerate(book.hypotheses, start=1):
+                each.id = number
+    return book
 
 
 def _notebook(capsule: Path, record: dict[str, Any]) -> Notebook:

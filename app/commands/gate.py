@@ -86,8 +86,10 @@ def _run(gate: Gate, args: argparse.Namespace) -> int:
     target = _new_file(args.junit)
     begun: list[str] = []
 
-    def progress(item: str, line: str) -> None:
-        if not begun or begun[-1] != item:
+    def progress(item: str, line: str | Result) -> None:
+        if isinstance(line, Result):
+            narrate(f"{item} {line.verdict}: {line.words}")
+        elif not begun or begun[-1] != item:
             begun.append(item)
             narrate(f"{len(begun)} of 6: {item} ({QUESTIONS[item]})")
         elif line and args.verbose:

@@ -13,7 +13,7 @@ import msgspec
 from .. import paths
 from ..analysis import analyze_capsule, capsules_in, is_capsule
 from ..casebook import notebook as books
-from ..casebook.incident import IncidentError, notebook, read_notebook
+from ..casebook.incident import IncidentError, notebook, open_incident, read_notebook
 from ..casebook.notebook import Hypothesis, Notebook, Statistics
 from ..output import OK, CommandError, console, narrate, print_json
 from ..text import one_line, visible
@@ -110,12 +110,9 @@ def _open(capsule: Path, now: datetime) -> Notebook:
     with Worker() as worker:
         report = analyze_capsule(worker, capsule)
         shown = worker.call("show", {"path": str(capsule)})
-    trigger = (shown["manifest"].get("trigger") or {}).get("kind") or ""
-    made = books.begin(report, str(shown["manifest"].get("phase") or ""), str(trigger), now)
-    with notebook(capsule) as book:
-        if not book.opened:  # nobody else was faster
-            book.opened, book.hypotheses = made.opened, made.hypotheses
-    return book
+    manifest = shown["manifest"]
+    trigger = str((manifest.get("trigger") or {}).get("kind") or "")
+    return open_incident(capsule, report, str(manifest.get("phase") or ""), trigger, now)
 
 
 def _by_rule(capsule: Path, args: argparse.Namespace) -> tuple[str, books.Verdict]:

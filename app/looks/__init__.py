@@ -27,6 +27,12 @@ _MODULES = {
     "ranks": "ranks",
     "latency": "latency",
     "difference": "difference",
+    "notebook": "incidents",
+    "notebook_open": "incidents",
+    "notebook_write": "incidents",
+    "notebook_test": "incidents",
+    "gate": "incidents",
+    "gate_init": "incidents",
 }
 
 

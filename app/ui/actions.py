@@ -43,6 +43,8 @@ _VIEWS = (
     "Memory: what each phase holds",
     "Ranks: who did which collective",
     "Latency: where the time of requests goes",
+    "Notebook: hypotheses, what tested them, the clock",
+    "Gate: six items that prove the fix",
 )
 
 #: Keys avoided on purpose: Alt, and ctrl+a b s q h i j m, which terminals, tmux and screen take for themselves.
@@ -132,6 +134,18 @@ ACTIONS: tuple[Action, ...] = (
     Action("latency.down", "latency", "down,j", "", "Further down the slices", "scroll(1)"),
     Action("latency.up", "latency", "up,k", "slices", "Back up the slices", "scroll(-1)"),
     Action("latency.measure", "latency", "t", "measure", "Time to first token, or the whole request", "measure"),
+    Action("notebook.down", "notebook", "down,j", "", "Next hypothesis", "choose(1)"),
+    Action("notebook.up", "notebook", "up,k", "choose", "Previous hypothesis", "choose(-1)"),
+    Action("notebook.start", "notebook", "s", "start", "Start the clock; the rules suggest hypotheses", "start"),
+    Action("notebook.hypothesis", "notebook", "h", "hypothesis", "Write down what would explain it", "hypothesis"),
+    Action("notebook.test", "notebook", "t", "test", "Run the rule of the hypothesis, or write a test down", "test"),
+    Action("notebook.experiment", "notebook", "x", "result", "Write down what a test showed", "experiment"),
+    Action("notebook.note", "notebook", "n", "note", "Write down a line", "note"),
+    Action("gate.down", "gate", "down,j", "", "Next item", "choose(1)"),
+    Action("gate.up", "gate", "up,k", "item", "Previous item", "choose(-1)"),
+    Action("gate.init", "gate", "i", "write file", "Write the gate's file with what card and git know", "init"),
+    Action("gate.run", "gate", "t", "run", "Run the six items; commits card, file and record if it passes", "run"),
+    Action("gate.stop", "gate", "S", "stop", "Stop the run; nothing of it stays", "stop"),
     Action("cases.back", "cases", "escape", "back", "Back to where you came from", "back"),
     Action("cases.search", "cases", "slash", "search", "Back to the search box", "search"),
     Action("cases.down", "cases", "down", "", "Next case", "move(1)"),

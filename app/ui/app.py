@@ -19,6 +19,7 @@ from .. import paths
 from .actions import Action, bindings, load_keymap
 from .colours import DARK, LIGHT
 from .driver import Driver
+from .gates import Gates
 from .link import Answer, Link
 from .reports import Reports
 from .state import State, load, save
@@ -56,6 +57,7 @@ class Console(App[None]):
         self.repository = repository or (directory if beside else here)
         self.link = Link()
         self.reports = Reports(self, self.link)
+        self.gates = Gates(self)
         self.remember = remember
         self.state = load(directory) if remember else State()
         self.keymap, self.warnings = load_keymap(paths.config_directory() / "keys.toml")
@@ -89,6 +91,7 @@ class Console(App[None]):
 
     def on_unmount(self) -> None:
         """No process is left behind."""
+        self.gates.close()
         self.link.close()
         if self.remember:
             save(self.directory, self.state)

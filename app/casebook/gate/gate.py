@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,40})\b")
 _LARGEST_PLAN = 1 << 20
 
-#: Told while a gate runs: the item, and a line that its command printed (empty where it begins).
-Progress = Callable[[str, str], None]
+#: Told while a gate runs: the item, and a line that its command printed (empty where it begins), or its result.
+Progress = Callable[[str, "str | Result"], None]
 
 
 class GateError(Exception):
@@ -153,6 +153,7 @@ class Gate:
             for item in ITEMS:
                 progress(item, "")
                 results.append(run_item(item, plan, bench))
+                progress(item, results[-1])
         facts = Facts(
             case=self.case,
             broken=broken,

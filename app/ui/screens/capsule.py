@@ -22,9 +22,11 @@ from ..link import Answer
 from ..reports import case_query
 from ..views.base import View
 from ..views.batch import BatchView
+from ..views.gate import GateView
 from ..views.latency import LatencyView
 from ..views.layers import LayersView
 from ..views.memory import MemoryView
+from ..views.notebook import NotebookView
 from ..views.overview import OverviewView
 from ..views.ranks import RanksView
 from ..views.timelines import TimelinesView
@@ -43,6 +45,8 @@ VIEWS: tuple[tuple[type[View], Make], ...] = (
     (MemoryView, lambda path, _: MemoryView(path)),
     (RanksView, lambda path, _: RanksView(path)),
     (LatencyView, lambda path, _: LatencyView(path)),
+    (NotebookView, lambda path, _: NotebookView(path)),
+    (GateView, lambda path, _: GateView(path)),
 )
 
 
@@ -101,8 +105,10 @@ class CapsuleScreen(Screen[None]):
         self.set_interval(1.0, self._look)
 
     def on_resize(self) -> None:
-        """The first line is as wide as the screen."""
+        """The first lines are as wide as the screen."""
         self._head()
+        if self._contents is not None:
+            self._tabs(self._wanted)
 
     def _look(self) -> None:
         """Ask whether the capsule has grown."""
@@ -141,9 +147,15 @@ class CapsuleScreen(Screen[None]):
         self.query_one("#where", Static).update(words)
 
     def _tabs(self, number: int) -> None:
-        line = Text(" ")
-        for index, (view, _) in enumerate(VIEWS, start=1):
-            line.append(f" {index} {view.name_} ", "reverse" if index == number else "" if self._has(view) else "dim")
+        named = [view for view, _ in VIEWS]
+        # Where not all names have room, those of views without evidence go first, then all but the open one.
+        for keep in (named, [each for each in named if self._has(each)], []):
+            line = Text(" ")
+            for index, view in enumerate(named, start=1):
+                words = f" {index} {view.name_} " if view in keep or index == number else f" {index} "
+                line.append(words, "reverse" if index == number else "" if self._has(view) else "dim")
+            if line.cell_len <= self.app.size.width:
+                break
         self.query_one("#tabs", Static).update(line)
 
     def _has(self, view: type[View]) -> bool:
