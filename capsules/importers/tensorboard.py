@@ -111,7 +111,9 @@ class _Reader:
             for group in groups:
                 self._decode(group)
             self._write()
-        self._say(losses, events)
+        if not events:
+            raise EvidenceError("holds no whole record", str(source.path))
+        self._say(losses, source.path.name)
 
     # -- decoding
 
@@ -225,7 +227,7 @@ class _Reader:
             self._seen += len(step)
         self._points.clear()
 
-    def _say(self, losses: Losses, events: int) -> None:
+    def _say(self, losses: Losses, name: str) -> None:
         """Notes about the file, and what its texts state of the job."""
         out = self._out
         if self._texts:
@@ -233,7 +235,7 @@ class _Reader:
             out.manifest({**stated_by(arguments), "config": arguments})
         if not self._seen:
             message = "no scalar was logged: the job ended, or was stopped, before its first report"
-            out.event("log", level="warning", message=message)
+            out.event("log", level="warning", message=f"{name}: {message}")
             out.note(message)
         if self._samples:
             out.note("the steps of the series named '… vs samples' count samples", len(self._samples))
@@ -247,8 +249,6 @@ class _Reader:
             out.note("records of more than 64 MiB left out", losses.oversized)
         if losses.unread:
             out.note("reading stopped at damage that goes on for too long; everything before is kept")
-        if not events:
-            raise EvidenceError("holds no whole record", FORMAT)
 
 
 def _read_value(data: bytes, summary: Field, layout: _Layout) -> None:
