@@ -259,8 +259,9 @@ class Finisher:
         sample = self._loop.steps.close(window)
         if triggers or window.due:
             attempt("parameter groups", lambda: self._write_groups(window, sample))
+        adapted = self._loop.hooks.adapters.groups()
         if sample is not None:
-            attempt("optimizer steps", lambda: self._writer.tensors(window.step, sample.groups()))
+            attempt("optimizer steps", lambda: self._writer.tensors(window.step, [*sample.groups(), *adapted]))
         odd = self._odd_sample.add([loss for micro in window.micros for loss in micro.sample_loss or ()])
         if triggers or window.due or odd:
             attempt("batches", lambda: output.ring(self._ring))

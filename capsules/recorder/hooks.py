@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import statistics
+from .adapters import Adapters
 from .internals import inside_backward
 from .recompute import Recompute
 from .tape import Row, Tape
@@ -131,6 +132,8 @@ class ModuleHooks:
         if not isinstance(self.root, torch.jit.ScriptModule):
             self._handles.append(self.root.register_forward_pre_hook(_Hook(self._root_begins), with_kwargs=True))
             self._handles.append(self.root.register_forward_hook(_Hook(self._root_returns), with_kwargs=True))
+        self.adapters = Adapters(self.root, tape, _Hook, clean_name)
+        self._handles += self.adapters.handles
 
     def watch_parameters(self) -> None:
         """Hook the parameters as they are now: sharding, tying or a cast replaces them after construction."""

@@ -192,10 +192,10 @@ def every_worker_everything(samples: Sequence[Sample], epoch: int, lab: Lab) -> 
 
 
 def one_of_noise(lab: Lab) -> list[Sample]:
-    """A sample of step 18 is random tokens."""
+    """A sample of step 15 is random tokens."""
     samples = loop.make_samples(lab)
     draw = random.Random(lab.seed)
-    samples[18 * lab.batch + 3] = Sample("noise", tuple(draw.randrange(80, VOCABULARY) for _ in range(30)))
+    samples[15 * lab.batch + 3] = Sample("noise", tuple(draw.randrange(80, VOCABULARY) for _ in range(30)))
     return samples
 
 
@@ -231,10 +231,10 @@ HONEST: dict[str, Lab] = {
     "accumulation of padded documents": Lab(accumulation=2, batch=4),
     "accumulation of rows of one length": Lab(kind="text", accumulation=2, batch=4, loss=mean_of_means),
     "a last window shorter than the others": Lab(kind="text", accumulation=4, batch=2, remainder=1, loss=mean_of_means),
-    "evaluation between steps": Lab(dropout=0.1, evaluate_every=6),
-    "resumed": Lab(resume=12),
-    "several epochs": Lab(steps=8, epochs=3),
-    "several epochs in one order": Lab(steps=8, epochs=3, shuffled=False),
+    "evaluation between steps": Lab(dropout=0.1, evaluate_every=5),
+    "resumed": Lab(resume=10),
+    "several epochs": Lab(steps=7, epochs=3),
+    "several epochs in one order": Lab(steps=7, epochs=3, shuffled=False),
     "two workers": Lab(workers=2),
     "a constant rate": Lab(schedule=False, rate=1e-3),
     "tied embeddings": Lab(tied=True),
@@ -295,14 +295,14 @@ FAULTS: dict[str, Fault] = {
     "frozen layer trained": _fault(
         "optimizer/frozen-not-frozen", "gradients cleared to zeros", step=10, before_step=freeze_embedding
     ),
-    "adapter merged twice": _fault("optimizer/adapter-merged-twice", "adapters", build_model=twice_merged),
+    "adapter merged twice": _fault("optimizer/adapter-merged-twice", "adapters", step=10, build_model=twice_merged),
     "optimizer on stale parameters": _fault("optimizer/not-owned", "padded documents", after_build=resize_embedding),
     "a detached branch": _fault("optimizer/gradient-chain-cut", "padded documents", "likely", build_model=detached),
     "optimizer state lost at a resume": _fault(
-        "optimizer/state-not-restored", "resumed", step=12, restore=weights_only
+        "optimizer/state-not-restored", "resumed", step=10, restore=weights_only
     ),
     "dropout in evaluation": _fault(
-        "numerics/eval-mode", "evaluation between steps", step=5, evaluate=evaluate_while_training
+        "numerics/eval-mode", "evaluation between steps", step=4, evaluate=evaluate_while_training
     ),
     "all labels masked": _fault("objective/all-masked", "answers to prompts", collate=role_misspelt),
     "pad = eos": _fault("data/pad-is-eos", "padded documents", collate=pad_is_eos, told={"tokenizer": {"pad_id": EOS}}),
@@ -312,7 +312,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "duplicated batches": _fault("data/duplicate-batch", "two workers", step=1, epoch_of=every_worker_everything),
     "poison sample": _fault(
-        "data/poison-sample", "continued on more documents", "likely", step=18, make_samples=one_of_noise
+        "data/poison-sample", "continued on more documents", "likely", step=15, make_samples=one_of_noise
     ),
     "learning rate × 30": _fault("numerics/learning-rate", "padded documents", "likely", rate=0.3),
 }

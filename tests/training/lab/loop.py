@@ -210,7 +210,7 @@ class Lab:
     seed: int = 0
     kind: str = "documents"
     precision: str = "fp32"
-    steps: int = 24
+    steps: int = 20
     epochs: int = 1
     batch: int = 8
     length: int = 32
@@ -220,7 +220,7 @@ class Lab:
     workers: int = 0
     rate: float = 1e-2
     weight_decay: float = 0.1
-    warmup: int = 6
+    warmup: int = 5
     schedule: bool = True
     max_norm: float = 1.0
     init_scale: float = 2.0**12

@@ -115,7 +115,7 @@ class GPT(nn.Module):
 class LoraLinear(nn.Module):
     """A frozen linear layer with a trained low-rank update beside it, in the names that peft uses."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4, alpha: float = 8.0) -> None:
+    def __init__(self, base: nn.Linear, rank: int = 4, alpha: float = 16.0) -> None:
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
