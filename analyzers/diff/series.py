@@ -84,6 +84,9 @@ def shared_series(left: Capsule, right: Capsule) -> tuple[list[Pair], list[str]]
             pairs.append(pair)
         else:
             notes.append(f"{name} has no step that both runs logged")
+    every = curve(left, "loss").interval, curve(right, "loss").interval
+    if every[0] != every[1] and any(pair.name == "loss" for pair in pairs):
+        notes.append(f"left logs every {every[0]} steps, right every {every[1]}: means over those do not agree exactly")
     notes += [note for side, capsule in (("left", left), ("right", right)) if (note := _repeats(side, capsule))]
     return _renumbered(pairs, left, right, notes), notes
 

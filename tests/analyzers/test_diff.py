@@ -227,6 +227,13 @@ class TestLogs:
         assert found.same
         assert any("moved by -1" in note for note in found.notes)
 
+    def test_other_logging_intervals_are_noted(self, build: Build) -> None:
+        values = np.round(falling(41, 2), 4)
+        every_tenth = build(lambda writer: writer.scalars("loss", step=range(0, 41, 10), value=values[::10].tolist()))
+        found = compare(build(*loss(*values.tolist())), every_tenth)
+        assert found.same
+        assert any("left logs every 1 steps, right every 10" in note for note in found.notes)
+
     def test_time_and_memory_are_no_divergence(self, build: Build) -> None:
         def run(seconds: float) -> Capsule:
             def fill(writer: CapsuleWriter) -> None:
