@@ -109,12 +109,12 @@ def no_convergence(capsule: Capsule) -> Iterator[Finding]:
         it is, and on whether its noise comes from the batch or from the updates.
 
     How it decides:
-        At least 60 losses. Divergence: the last third rises (Theil–Sen interval of 95 % above 0) and ends above the
-        lowest level before by 10 % and 6σ. Plateau: over the last half the interval holds 0 and allows a fall of at
-        most 2 % of the level, while the level is at least half of that at the start. Oscillation: noise of 10 % of
-        the level or more and no progress, while the noise is three times what the spread of the samples ÷ √batch
-        explains, or four times that of the calmest stretch before; or neighbours alternate (correlation below −0.5;
-        undetermined). A plateau of a run that did not start from scratch is info.
+        At least 60 losses. Divergence: the last third and the last sixth rise (Theil–Sen intervals of 95 % above 0),
+        and the end is above the lowest level before by 10 % and 6σ. Plateau: over the last half the interval holds 0
+        and allows a fall of at most 2 % of the level, while the level is at least half of that at the start.
+        Oscillation: noise of 10 % of the level or more and no progress, while the noise is three times what the spread
+        of the samples ÷ √batch explains, or four times that of the calmest tenth of the run before; or neighbours
+        alternate (correlation below −0.5; undetermined). A plateau of a run that did not start from scratch is info.
 
     Looks like it but is not:
         A slow fall within the noise of a small batch; the flat end of a schedule whose rate is spent; a warm-up that
@@ -143,7 +143,8 @@ def no_convergence(capsule: Capsule) -> Iterator[Finding]:
 
 def _divergence(capsule: Capsule, loss: Curve) -> Finding | None:
     tail = tail_of(loss, T.DIVERGENCE_TAIL)
-    if tail is None or tail.slope.low <= 0:
+    latest = tail_of(loss, T.DIVERGENCE_TAIL / 2)  # a step up to other data rises once and not to the end
+    if tail is None or latest is None or min(tail.slope.low, latest.slope.low) <= 0:
         return None
     levels = trailing(loss.value, 5, np.median)
     lowest = int(np.nanargmin(levels[5:])) + 5
@@ -221,7 +222,7 @@ def _oscillation(capsule: Capsule, loss: Curve) -> Finding | None:
     sampled = sampling_noise(capsule, tail.first)
     before = loss.where(loss.step < tail.first).value
     widths = trailing(before - trailing(before, 5, np.median), T.RECENT_WINDOW, deviation)[T.RECENT_WINDOW + 5 :]
-    calm = float(np.nanmin(widths)) if np.isfinite(widths).any() else math.nan
+    calm = float(np.nanquantile(widths, 0.1)) if np.isfinite(widths).any() else math.nan
     excess = sampled is not None and tail.noise > T.OSCILLATION_EXCESS * sampled
     grown = sampled is None and calm > 0 and tail.noise > T.OSCILLATION_GROWN * calm
     alternates = sampled is None and neighbours < T.ALTERNATION

@@ -31,6 +31,10 @@ class Track:
     size: Any  # float64[N]
     measure: str
 
+    def latest(self) -> float:
+        """The size now: median of the last three records."""
+        return float(np.median(self.size[-3:]))
+
     def growth(self) -> float:
         """Latest size over the smallest running median before it, both over three records."""
         if len(self.size) < T.TRACK_RECORDS:
@@ -109,6 +113,10 @@ def find_outlier(made: list[Track]) -> Outlier | None:
     growth, others = float(growths[worst]), float(np.median(np.delete(growths, worst)))
     if growth <= T.OUTLIER_GROWTH or growth < T.OUTLIER_ALONE * max(1.0, others):
         return None
+    # A branch that starts near 0 (a small initialisation, an adapter) only catches up with the others.
+    level = float(np.median([track.latest() for track in made if track is not made[worst]]))
+    if made[worst].latest() < T.OUTLIER_ALONE * level:
+        return None
     return Outlier(made[worst], growth, others, made[worst].onset(T.OUTLIER_GROWTH))
 
 
@@ -131,14 +139,14 @@ def outlier_growth(capsule: Capsule) -> Iterator[Finding]:
         normalisation of their layer with them. A layer whose output is 0 throughout learns nothing and says nothing.
 
     How it decides:
-        Growth: the largest magnitude (median of three records) is more than 10 × its smallest earlier one, and the
-        growth is at least 4 × the median of the other layers; the first of the fast ones in execution order is named,
-        since those after it carry what it adds. Dead: every element of an activation is 0 in
+        Growth: the largest magnitude (median of three records) is more than 10 × its smallest earlier one, and both
+        the growth and what it has come to are at least 4 × the median of the other layers; the first of the fast ones
+        in execution order is named, since those after it carry what it adds. Dead: every element of an activation is 0 in
         the last three recorded steps or more, and it was not 0 before; or from the start, in five recorded steps.
 
     Looks like it but is not:
         All layers growing together at the start of a run; the logits and the output layer; branches that are
-        initialised to 0 and learn; experts without tokens, which have no record; a single outlier that is gone at the
+        initialised to 0 or near it and learn; experts without tokens, which have no record; a single outlier that is gone at the
         next record; a tensor at the end of the float16 range, which is numerics/fp16-overflow.
 
     What to try next:

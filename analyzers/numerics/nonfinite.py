@@ -33,6 +33,7 @@ LOGGED_TOGETHER = ("memory_allocated", "memory_reserved", "memory_peak", "step_t
         "numerics/fp16-overflow",
         "data/poison-sample",
         "data/token-out-of-vocabulary",
+        "objective/all-masked",
     ),
 )
 def first_nonfinite_tensor(capsule: Capsule) -> Iterator[Finding]:

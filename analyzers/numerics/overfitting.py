@@ -101,8 +101,8 @@ def overfitting(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         At least three evaluations, two of them after the best one; nine tenths of those are above the best, their last
         third by 2 % and by three times the scatter of the evaluations, and they do not come down again; the training
-        loss fell over the same steps. The first step is the first evaluation after the best. Several groups are one
-        finding, at the earliest.
+        loss fell over the same steps by more than 2 % and its noise. The first step is the first evaluation after the
+        best. Several groups are one finding, at the earliest.
 
     Looks like it but is not:
         An evaluation that scatters around its level; one bump after which it falls again; training and validation that
@@ -168,4 +168,7 @@ def _levels(train: Curve, rise: Rise, found: Curve) -> tuple[float, float]:
 
 def _training_falls(train: Curve, rise: Rise, found: Curve) -> bool:
     before, after = _levels(train, rise, found)
-    return after < before - T.TRAIN_FALL * abs(before)
+    late = train.where(train.step > rise.best_step).value
+    scatter = noise(late) / math.sqrt(max(1, min(5, len(late) // 3)))
+    margin = max(T.TRAIN_FALL * abs(before), 0.0 if math.isnan(scatter) else 2 * scatter)
+    return after < before - margin

@@ -75,7 +75,7 @@ def find_spikes(loss: Curve, gradient: Curve) -> list[Spike]:
 
 
 def _horizon(loss: Curve, index: int) -> int:
-    """Last point at which a spike can still recover: 30 steps on, and three points at least in a sparse log."""
+    """Last point at which a spike can still recover: 30 steps on, and five points at least in a sparse log."""
     within = int(np.searchsorted(loss.step, loss.step[index] + T.RECOVERY_STEPS, side="right")) - 1
     return min(len(loss) - 1, max(within, index + T.RECOVERY_POINTS))
 

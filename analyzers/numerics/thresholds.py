@@ -37,7 +37,7 @@ SPIKE_MIN_RISE: Final = 0.02
 #: Steps within which a benign spike is back at its level. Real 124 M runs are back at the next step.
 RECOVERY_STEPS: Final = 30
 #: … and points, where a log has fewer than this in so many steps.
-RECOVERY_POINTS: Final = 3
+RECOVERY_POINTS: Final = 5
 #: Robust standard deviations within which the level counts as reached again.
 RECOVERY_SIGMA: Final = 3.0
 #: An unfinished series ends in a spike: below this many σ it may as well be a benign one (real ones reach 9).

@@ -294,7 +294,7 @@ def test_a_spike_that_a_resume_undid_is_info(build, findings_of):
 
 @pytest.mark.fires(SPIKE)
 @pytest.mark.parametrize(("points", "severity"), [(3, "info"), (12, "warning")])
-def test_in_a_sparse_log_three_points_are_left_to_recover(build, findings_of, points, severity):
+def test_in_a_sparse_log_five_points_are_left_to_recover(build, findings_of, points, severity):
     """A loss every hundred steps: a spike of twelve points lasted 1,200 steps."""
     loss = falling_loss(240)
     loss[150 : 150 + points] += 3.0
