@@ -30,8 +30,10 @@ def half_gap(values: Floats, change: Floats, dtype: str) -> Floats:
     A change of less than that rounds back to the value. Right below a power of two numbers lie twice as dense.
     """
     mantissa, exponent = np.frexp(np.abs(values))
-    gap = np.exp2(np.maximum(exponent - 1, LEAST_EXPONENT[dtype]) - MANTISSA[dtype])
-    inwards = (mantissa == 0.5) & (np.sign(change) == -np.sign(values)) & (exponent - 1 > LEAST_EXPONENT[dtype])
+    least = LEAST_EXPONENT[dtype]
+    exponent = np.where(values == 0, least, np.maximum(exponent - 1, least))
+    gap = np.exp2(exponent - float(MANTISSA[dtype]))
+    inwards = (mantissa == 0.5) & (np.sign(change) == -np.sign(values)) & (exponent > least)
     return np.where(inwards, gap / 4, gap / 2)
 
 

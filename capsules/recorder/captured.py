@@ -41,8 +41,8 @@ def leading(tensor: Tensor) -> Tensor:
 def choose(root: nn.Module, parameters: dict[str, nn.Parameter]) -> tuple[list[str], list[str]]:
     """Names of the parameters to sample: trained ones of every kind, and a few frozen ones.
 
-    The largest matrix, an embedding, a norm, a bias, a pair of adapters, the first and the last parameter; what room is
-    left goes to parameters spread evenly over the depth.
+    The largest and the last matrix, an embedding, a norm, a bias, a pair of adapters, the first and the last parameter;
+    what room is left goes to parameters spread evenly over the depth.
     """
     readable = {name: p for name, p in parameters.items() if statistics.is_readable(p) and p.numel()}
     trained = [name for name, p in readable.items() if p.requires_grad]
@@ -61,6 +61,7 @@ def choose(root: nn.Module, parameters: dict[str, nn.Parameter]) -> tuple[list[s
         *first(n for n in trained if "lora_A" in n),
         *first(n for n in trained if "lora_B" in n),
         *trained[:1],
+        *[n for n in trained if readable[n].ndim > 1][-1:],
         *trained[-1:],
     ]
     spread = max(1, math.ceil(len(trained) / (MOST_PARAMETERS // 2)))

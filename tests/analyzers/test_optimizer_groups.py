@@ -125,7 +125,9 @@ class TestOwned:
         assert tied["tokens.weight"] == ["head.weight"]
 
     def test_a_head_that_was_left_out_is_a_warning_or_worse(self, tmp_path: Path, findings_of: Any) -> None:
-        run = Run(tmp_path, optimizer=lambda m: torch.optim.AdamW([*m.tokens.parameters(), *m.blocks.parameters()], 3e-3))
+        run = Run(
+            tmp_path, optimizer=lambda m: torch.optim.AdamW([*m.tokens.parameters(), *m.blocks.parameters()], 3e-3)
+        )
         (finding,) = findings_of(OWNED, run.train(6).capsule())
         assert finding.confidence == "confirmed"
         assert {"head.weight", "norm.weight"} <= set(finding.evidence[0].value)

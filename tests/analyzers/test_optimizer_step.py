@@ -239,7 +239,7 @@ def test_rounding_to_bfloat16_and_the_gaps_between_its_numbers_are_those_of_torc
     np.testing.assert_array_equal(to_bfloat16(values), expected.double().numpy())
     for dtype in ("bfloat16", "float16"):
         kind = getattr(torch, dtype)
-        held = torch.cat([expected[:100].float().clamp(-9, 9), torch.tensor([1.0, -2.0, 0.5])]).to(kind)
+        held = torch.cat([expected[:100].float().clamp(-9, 9), torch.tensor([1.0, -2.0, 0.5, 0.0])]).to(kind)
         for direction in (1.0, -1.0):
             gap = half_gap(held.double().numpy(), np.full(len(held), direction), dtype)
             gap = torch.tensor(gap)
