@@ -101,7 +101,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
     path = _free(Path(target), Path(paths[0]).name)
     manifest: dict[str, Any] = {
         "id": _identity([source for source, _ in found]),
-        "title": Path(paths[0]).name,
+        "title": _title([source.path for source, _ in found]),
         "phase": "training",
         "trigger": {"kind": "imported"},
     }
@@ -192,6 +192,13 @@ def _read(importer: Importer, source: Source, run: Run) -> str:
         problem = f"{source.path}: reading stopped at something unexpected ({type(error).__name__}: {error})"
     run.flush()
     return problem
+
+
+def _title(paths: Sequence[Path]) -> str:
+    """The file's name, or the directory's where there are several."""
+    if len(paths) == 1:
+        return paths[0].name
+    return f"{Path(os.path.abspath(paths[0])).parent.name} ({len(paths)} files)"
 
 
 def _free(directory: Path, name: str) -> Path:

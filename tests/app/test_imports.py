@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from llmconsole.app import imports
+from llmconsole.app.commands.analyze import sources
 from llmconsole.app.worker import Worker, WorkerError
 
 from .conftest import Run
@@ -65,33 +66,32 @@ class TestAnalyze:
         assert report["capsule"]["path"] == str(log.parent)
         assert together.stderr.count("\n") == 1
         assert "1 file of no known format left out (notes.md)" in together.stderr
+        assert report["capsule"]["title"] == "job (2 files)"
         apart = json.loads(cli("analyze", str(log.parent), "--separate", "--json").stdout)["reports"]
         assert [Path(each["capsule"]["path"]).name for each in apart] == ["metrics.csv", "train.log"]
 
-    @pytest.mark.parametrize("content", [b"plain words\n", os.urandom(3000), b""], ids=["text", "binary", "empty"])
-    def test_what_nobody_knows_is_one_line_and_two(self, cli: Run, log: Path, content: bytes):
-        (log.parent / "odd").write_bytes(content)
-        done = cli("analyze", "job/odd")
+    def test_what_nobody_knows_is_a_line_each_and_two(self, cli: Run, log: Path):
+        odd = {"text": b"plain words\n", "binary": os.urandom(3000), "empty": b""}
+        for name, content in odd.items():
+            (log.parent / name).write_bytes(content)
+        done = cli("analyze", *(f"job/{name}" for name in odd), str(log), "--json")
         assert done.returncode == 2
-        assert done.stderr.count("\n") == 1
-        assert "job/odd" in done.stderr
-        assert "of no known format" in done.stderr or "is empty" in done.stderr
-        both = cli("analyze", "job/odd", str(log), "--json")
-        assert both.returncode == 2
-        assert len(json.loads(both.stdout)["reports"]) == 1
+        assert [report["capsule"]["path"] for report in json.loads(done.stdout)["reports"]] == [str(log)]
+        text, binary, empty = done.stderr.splitlines()
+        assert text.startswith("llmconsole: job/text: of no known format (looked for ")
+        assert binary.startswith("llmconsole: job/binary: of no known format, a binary file")
+        assert empty == "llmconsole: job/empty: is empty"
 
-    def test_a_sparse_terabyte_is_refused_at_once(self, cli: Run, tmp_path: Path):
+    def test_a_sparse_terabyte_is_refused_at_once(self, worker: Worker, tmp_path: Path):
         with (tmp_path / "huge").open("wb") as file:
             file.truncate(1 << 40)
-        started = time.monotonic()
-        assert cli("analyze", "huge").returncode == 2
-        assert time.monotonic() - started < 60
+        found = worker.call("group", {"paths": [str(tmp_path / "huge")]}, timeout=30)
+        assert "no known format" in found["problems"][0]
 
-    def test_a_directory_points_to_where_the_evidence_is(self, cli: Run, log: Path):
-        done = cli("analyze", str(log.parent.parent))
-        assert done.returncode == 2
-        assert "there is some in" in done.stderr
-        assert str(log.parent) in done.stderr
+    def test_a_directory_points_to_where_the_evidence_is(self, worker: Worker, log: Path):
+        (source,) = sources(worker, [str(log.parent.parent)])
+        assert "no capsule in this directory" in source.problem
+        assert source.problem.endswith(f"there is some in {log.parent}")
 
 
 class TestImport:
@@ -113,11 +113,6 @@ class TestImport:
         shown = json.loads(cli("show", "made/train.log.capsule", "--json").stdout)
         assert shown["manifest"]["trigger"]["kind"] == "imported"
         assert not shown["damage"]
-        assert cli("analyze", "made").returncode == 0
-
-    def test_without_json_it_prints_the_paths(self, cli: Run, log: Path):
-        done = cli("import", str(log.parent), "-o", "made")
-        assert done.stdout == "made/train.log.capsule\n"
 
     def test_what_cannot_be_used_is_said_and_the_rest_is_imported(self, cli: Run, log: Path):
         done = cli("import", "none", str(log), "-o", "made")
@@ -127,8 +122,8 @@ class TestImport:
 
 
 class TestOtherCommands:
-    def test_show_reads_a_raw_file(self, cli: Run, log: Path):
-        shown = json.loads(cli("show", str(log), "--json").stdout)
+    def test_show_reads_a_raw_file(self, worker: Worker, log: Path):
+        shown = worker.call("show", {"path": str(log)})
         assert shown["path"] == str(log)
         assert "loss" in json.dumps(shown["inventory"])
 
