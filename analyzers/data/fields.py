@@ -174,6 +174,9 @@ def _no_mask(capsule: Capsule) -> Iterator[Finding]:
             continue
         leading, trailing = rows.runs
         left, right = int((leading & ~trailing).sum()), int((trailing & ~leading).sum())
+        inside = int(((rows.ids == rows.special.pad) & rows.real).sum())
+        if left + right < 4 * inside:
+            continue  # the id is a token in its own right
         ignored = rows.asked is None or not bool((rows.asked & trailing).any())
         if left >= 2 or right >= 2:
             harmful = left >= 2 or both_ways

@@ -38,9 +38,9 @@ def attention_mask_mismatch(capsule: Capsule) -> Iterator[Finding]:
         confirmed. Padding to the right that only the mask shows: warning.
 
     Looks like it but is not:
-        The first end-of-text of a run where padding uses the same id; padding with another id than the tokenizer names;
-        padding inside a row between packed documents; a padding_mask, which is the other way round by name; document
-        numbers in the mask; images and audio.
+        The first end-of-text of a run where padding uses the same id; a padding id that is a token, too; padding with
+        another id than the tokenizer names; padding inside a row between packed documents; a padding_mask, which is the
+        other way round by name; document numbers in the mask; images and audio.
 
     What to try next:
         Print a row as text with the mask beneath (`llmconsole show CAPSULE --batch`).
@@ -73,7 +73,9 @@ def _judge(rows: Rows, both_ways: bool) -> Iterator[tuple[str, Finding]]:
         return
     if int(hidden.sum()) >= T.MASK_MIN_POSITIONS or (hidden.any() and _interior(visible, hidden)):
         yield "hidden", _finding(rows, hidden, "inside" if _interior(visible, hidden) else "hidden", None)
-    if int(shown.sum()) >= T.MASK_MIN_POSITIONS:
+    # An id that stands between visible tokens, too, is a token in its own right and no padding.
+    inside = 0 if rows.special.pad is None else int(((rows.ids == rows.special.pad) & ~padding & visible).sum())
+    if int(shown.sum()) >= max(T.MASK_MIN_POSITIONS, 4 * inside):
         harmful = both_ways or bool((shown & leading & ~trailing).any()) or square
         yield "shown", _finding(rows, shown, "shown", None if harmful else "warning")
 

@@ -24,8 +24,15 @@ if TYPE_CHECKING:
     cases=("poison-sample",),
     stage="data",
     needs=("records.samples|batches.token_loss",),
-    # Weights that were replaced make some sample the worst by far; so does a loss of next to nothing.
-    explained_by=("numerics/learning-rate", "objective/labels-not-shifted"),
+    # Weights that were replaced make some sample the worst by far; so does a loss of next to nothing, labels that are
+    # not the row's own, and data of another kind.
+    explained_by=(
+        "numerics/learning-rate",
+        "objective/labels-not-shifted",
+        "data/labels-misaligned",
+        "data/nonfinite-input",
+        "data/mixture-shift",
+    ),
 )
 def poison_sample(capsule: Capsule) -> Iterator[Finding]:
     """One sample's loss stands far out from its batch and from everything before it.

@@ -179,7 +179,7 @@ def bos_count(capsule: Capsule) -> Iterator[Finding]:
     prompts = [_lead(each["prompt_ids"], bos) for each in capsule.records("generations") if _is_ids(each)]
     trained, asked = _usual(counts), _usual(prompts)
     adds = tokenizer.adds_bos
-    if first is not None and len(counts) >= T.SPECIAL_MIN_ROWS and not blurred:
+    if first is not None and counts and not blurred:
         doubled = sum(count >= 2 for count in counts)
         if doubled >= T.BOS_ROWS_SHARE * len(counts):
             often = Counter(count for count in counts if count >= 2).most_common(1)[0][0]
@@ -188,7 +188,7 @@ def bos_count(capsule: Capsule) -> Iterator[Finding]:
                 "the chat template writes BOS and the tokenizer adds another",
             )  # fmt: skip
             return
-        if adds and trained == 0 and not any(counts) and not elsewhere:
+        if adds and trained == 0 and not elsewhere and len(counts) >= T.SPECIAL_MIN_ROWS:
             yield _finding(
                 first, 0, 1, len(counts), len(counts), "training", asked, "likely",
                 "rows were made without the BOS that the tokenizer adds at inference",
@@ -197,10 +197,12 @@ def bos_count(capsule: Capsule) -> Iterator[Finding]:
     if asked is None:
         return
     if trained is None or elsewhere or len(counts) < T.SPECIAL_MIN_ROWS:
-        if asked >= 2 and not blurred:
+        if (asked >= 2 and not blurred) or (asked == 0 and adds):
             yield _finding(
                 None, asked, 1, prompts.count(asked), len(prompts), "inference", None, "likely",
-                "the prompt's template writes BOS and the tokenizer adds another",
+                "the prompt's template writes BOS and the tokenizer adds another"
+                if asked
+                else "prompts are made without the BOS that the tokenizer adds",
             )  # fmt: skip
         return
     if asked == trained:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from llmconsole.analyzers.runner import analyze
+
+from tests.analyzers.conftest import rule_named
+from tests.analyzers.training_runs import sample_losses, sample_records
 
 LABELS = "data/labels-misaligned"
 MASK = "data/attention-mask-mismatch"
@@ -157,7 +161,10 @@ def test_documents_shifted_one_by_one_end_in_a_token_that_is_not_in_the_row(buil
 def test_labels_of_another_length_are_known_by_their_shape(build, findings_of):
     shapes = {"input_ids": [2, 16], "labels": [2, 12]}
     capsule = build(
-        lambda w: (w.batch(step=0, input_ids=tokens(2), shapes=shapes), w.batch(step=1, input_ids=tokens(2), labels=tokens(2))),
+        lambda w: (
+            w.batch(step=0, input_ids=tokens(2), shapes=shapes),
+            w.batch(step=1, input_ids=tokens(2), labels=tokens(2)),
+        ),
         CAUSAL,
     )
     finding, numbers = one(findings_of(LABELS, capsule))
@@ -258,6 +265,13 @@ def test_padding_of_other_habits_is_quiet(build, findings_of, pads):
     assert not findings_of(MASK, build(lambda w: w.batch(step=0, input_ids=ids, attention_mask=mask), manifest))
 
 
+@pytest.mark.quiet(MASK)
+def test_a_padding_id_that_is_a_character_of_its_own_is_quiet(build, findings_of):
+    ids = np.random.default_rng(0).integers(0, 5, (16, 16))
+    manifest = {"tokenizer": {"vocab_size": 5, "pad_id": 0}}
+    assert not findings_of(MASK, build(lambda w: w.batch(step=0, input_ids=ids, attention_mask=ids >= 0), manifest))
+
+
 @pytest.mark.fires(MASK)
 def test_padding_to_the_left_that_a_square_mask_shows(build, findings_of):
     ids, mask = padded("left")
@@ -267,3 +281,23 @@ def test_padding_to_the_left_that_a_square_mask_shows(build, findings_of):
         )
     )
     assert (finding.severity, numbers["positions that disagree"]) == ("critical", 6)
+
+
+@pytest.mark.fires(LABELS)
+def test_the_loss_of_a_row_with_garbage_targets_is_a_consequence(build):
+    """Its sample stands far out, as a poisoned one does; the labels say why."""
+    losses = sample_losses(100)
+    losses[80][3] = 8.1
+    ids = tokens(8, 64)
+    labels = ids.copy()
+    labels[3] = tokens(1, 64, seed=9)[0]
+
+    def fill(writer):
+        writer.records("samples", sample_records(losses, length=128))
+        writer.batch(step=80, input_ids=ids, labels=labels)
+
+    report = analyze(
+        build(fill, {"model": {"vocab_size": 256}}), [rule_named(LABELS), rule_named("data/poison-sample")]
+    )
+    assert report.first_divergence.rule == LABELS
+    assert {each.rule: each.caused_by for each in report.findings} == {LABELS: None, "data/poison-sample": LABELS}

@@ -96,7 +96,16 @@ def test_a_stream_declared_as_packed_is_only_noted(build, findings_of):
         {"segment_ids": SEGMENTS * 0 + 1, "position_ids": RUNNING},
         {"segment_ids": np.array([[1, 1, 1, 1, 1, 0, 0, 0]]), "position_ids": RUNNING},
     ],
-    ids=["blocks", "kernel reads positions", "mask of ones", "padding-free", "numbered mask", "one document", "one number", "padding 0"],
+    ids=[
+        "blocks",
+        "kernel reads positions",
+        "mask of ones",
+        "padding-free",
+        "numbered mask",
+        "one document",
+        "one number",
+        "padding 0",
+    ],
 )
 def test_documents_kept_apart_or_never_marked_are_quiet(build, findings_of, extra):
     assert not findings_of(RULE, build(lambda w: packed(w, 0, PACKED, **extra)))

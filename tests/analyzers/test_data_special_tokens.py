@@ -213,3 +213,16 @@ def test_a_template_that_is_found_or_not_needed_is_quiet(build, findings_of, why
         ids[7] = np.arange(8) + 700
         labels[7] = -100
     assert not findings_of(TEMPLATE, build(lambda w: w.batch(step=0, input_ids=ids, labels=labels), ANSWER))
+
+
+@pytest.mark.fires(BOS)
+@pytest.mark.parametrize(
+    ("prompt", "leading"), [([128000, 128000, 128006, 882], 2), ([128006, 882, 128007], 0)], ids=["doubled", "lost"]
+)
+def test_prompts_of_llama_3_judged_by_themselves(build, findings_of, prompt, leading):
+    """OpenRLHF#393: the template's BOS and the tokenizer's; switching both off goes too far."""
+    manifest = {"tokenizer": {"bos_id": 128000, "adds_bos": True}}
+    finding, numbers = one(
+        findings_of(BOS, build(lambda w: w.record("generations", {"id": "a", "prompt_ids": prompt}), manifest))
+    )
+    assert (numbers["leading BOS"], finding.title.split()[0]) == (leading, "Inference")
