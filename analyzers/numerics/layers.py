@@ -141,13 +141,13 @@ def outlier_growth(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         Growth: the largest magnitude (median of three records) is more than 10 × its smallest earlier one, and both
         the growth and what it has come to are at least 4 × the median of the other layers; the first of the fast ones
-        in execution order is named, since those after it carry what it adds. Dead: every element of an activation is 0 in
-        the last three recorded steps or more, and it was not 0 before; or from the start, in five recorded steps.
+        in execution order is named, since those after it carry what it adds. Dead: every element of an activation is 0
+        in the last three recorded steps or more, and it was not 0 before; or from the start, in five recorded steps.
 
     Looks like it but is not:
         All layers growing together at the start of a run; the logits and the output layer; branches that are
-        initialised to 0 or near it and learn; experts without tokens, which have no record; a single outlier that is gone at the
-        next record; a tensor at the end of the float16 range, which is numerics/fp16-overflow.
+        initialised to 0 or near it and learn; experts without tokens, which have no record; a single outlier that is
+        gone at the next record; a tensor at the end of the float16 range, which is numerics/fp16-overflow.
 
     What to try next:
         Plot the named layer in the layers view and find the step at which it left the others; look at its largest
