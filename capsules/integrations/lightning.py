@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-try:
+if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # the package's older name
+else:  # the package's older name
     from pytorch_lightning.callbacks import Callback
 
 from ..recorder.checkpoints import Checkpoints

@@ -32,11 +32,16 @@ class Event(Record):
     # scaler_update
     scale_before: float | None = None
     scale_after: float | None = None
-    # eval_begin
+    # eval_begin (training_mode of step_begin, too); told by the loop or found; labels or a loss were seen; eval_end
     training_mode: bool | None = None
     grad_enabled: bool | None = None
-    # checkpoint_saved, weights_loaded, weights_updated
+    told: bool | None = None
+    supervised: bool | None = None
+    batches: Count | None = None
+    loss: float | None = None
+    # checkpoint_saved, checkpoint_loaded (what the file holds, what was taken over), weights_loaded, weights_updated
     path: str | None = None
+    contents: list[str] | None = None
     expected: Any = None
     loaded: Any = None
     missing: Any = None
