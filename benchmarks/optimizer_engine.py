@@ -76,7 +76,13 @@ def table(seeds: int) -> None:
         print(f"  truth taken out of the catalogue: {dict(removed)}")
 
 
+def main(seeds: int = 4) -> int:
+    """Print the tables."""
+    table(seeds)
+    return 0
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=40)
-    table(parser.parse_args().seeds)
+    sys.exit(main(parser.parse_args().seeds))

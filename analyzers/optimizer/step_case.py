@@ -303,6 +303,11 @@ class _Reader:
         if unknown:
             raise Unknown(f"{', '.join(unknown)} not recorded")
         count = self._count(taken)
+        lawful = all(0 <= float(beta) < 1 for beta in betas or ()) and all(
+            (value or 0.0) >= 0 for value in values.values()
+        )
+        if not lawful or (count is not None and count < 1):
+            raise Unknown("settings that no Adam can have")
         if not {"exp_avg", "exp_avg_sq"} <= set(taken.arrays) and count != 1.0:
             raise Unknown("the moments before the step were not captured")
         decoupled = self._decoupled(attributes, name)

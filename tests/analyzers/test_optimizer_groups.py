@@ -16,8 +16,10 @@ from torch import nn
 from tests.analyzers.sweep.tiny_run import Model, Run, plain, two_groups
 
 Build = Callable[..., Capsule]
-DECAY, OWNED = "optimizer/decay-on-norm-or-bias", "optimizer/not-owned"
-FROZEN, CHAIN = "optimizer/frozen-not-frozen", "optimizer/gradient-chain-cut"
+DECAY = "optimizer/decay-on-norm-or-bias"
+OWNED = "optimizer/not-owned"
+FROZEN = "optimizer/frozen-not-frozen"
+CHAIN = "optimizer/gradient-chain-cut"
 
 
 def loud(capsule: Capsule) -> list[str]:

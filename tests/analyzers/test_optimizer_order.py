@@ -17,7 +17,9 @@ from torch import nn
 from tests.analyzers.sweep.tiny_run import Run, plain, scaled
 
 Build = Callable[..., Capsule]
-ORDER, OVERFLOW, ZEROED = "optimizer/order", "optimizer/overflow-step-applied", "optimizer/gradients-not-zeroed"
+ORDER = "optimizer/order"
+OVERFLOW = "optimizer/overflow-step-applied"
+ZEROED = "optimizer/gradients-not-zeroed"
 
 
 def family(capsule: Capsule) -> CapsuleReport:
@@ -39,7 +41,9 @@ class TestOrder:
         assert (finding.confidence, finding.severity) == ("confirmed", "critical")
         rows = evidence(finding)
         assert rows["norm after both"] == pytest.approx(0.5 / 1024, rel=1e-4)
-        assert next(row for row in finding.evidence if row.name == "norm after both").expected == pytest.approx(0.5, rel=1e-4)
+        assert next(row for row in finding.evidence if row.name == "norm after both").expected == pytest.approx(
+            0.5, rel=1e-4
+        )
         assert rows["windows"] == 6
         assert report.first_divergence.rule == ORDER
         # The step computed again says the same, as a consequence.
@@ -101,7 +105,9 @@ class TestOrder:
             writer.scalars("grad_norm", step=[0, 1], value=[1.3e5, 1.3e5])
             for step in (0, 1):
                 for kind in ("backward", "clip", "unscale", "optimizer_step"):
-                    writer.record("events", {"kind": kind, "step": step, **({"max_norm": 1.0} if kind == "clip" else {})})
+                    writer.record(
+                        "events", {"kind": kind, "step": step, **({"max_norm": 1.0} if kind == "clip" else {})}
+                    )
 
         (finding,) = findings_of(ORDER, build(fill))
         assert finding.confidence == "confirmed"

@@ -17,9 +17,12 @@ from torch import nn
 from tests.analyzers.sweep.tiny_run import Model, Run, plain, scaled, two_groups
 
 Build = Callable[..., Capsule]
-MASTER, STATE = "optimizer/no-master-weights", "optimizer/state-dtype"
-RESTORED, MERGED = "optimizer/state-not-restored", "optimizer/adapter-merged-twice"
-RECOMPUTE, RATIO = "optimizer/recompute-rng", "optimizer/update-ratio"
+MASTER = "optimizer/no-master-weights"
+STATE = "optimizer/state-dtype"
+RESTORED = "optimizer/state-not-restored"
+MERGED = "optimizer/adapter-merged-twice"
+RECOMPUTE = "optimizer/recompute-rng"
+RATIO = "optimizer/update-ratio"
 
 
 def loud(capsule: Capsule) -> list[str]:

@@ -100,6 +100,36 @@ class TestWhatIsNotJudged:
     ) -> None:
         assert word in reasons(RULE, step_capsule(build, attributes))
 
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            {"betas": [1.0, 2.0]},
+            {"lr": float("nan")},
+            {"eps": -1.0},
+            {"state_step_before": -7},
+            {"grad_scale": 0.0, "gradient_state": "scaled", "max_norm": -1.0, "total_norm": float("inf")},
+            {"lr": "fast", "weight_decay": [1], "optimizer": 3, "module": None, "clips": "many"},
+            {"grad_scale": 1e300, "gradient_state": "odd", "clip_coefficient": 1e-300},
+        ],
+    )
+    def test_odd_settings_are_no_error_in_any_rule(self, attributes: dict[str, Any], build: Build) -> None:
+        from llmconsole.analyzers.registry import all_rules
+
+        def fill(writer: CapsuleWriter) -> None:
+            odd = {"step": 0, "name": "w", "shape": [], "weight_decay": float("inf"), "lr": float("nan"), "state": {}}
+            writer.records("param_groups", [odd, odd | {"step": 2**62, "state_step": 0}, {"step": 1, "name": ""}])
+            writer.records("events", [{"kind": kind, "step": 5} for kind in ("clip", "unscale", "checkpoint_loaded")])
+            writer.records("recompute", [{"module": "m"}, {"step": 1}])
+            writer.scalars("update_norm", step=[3, 1, 1], value=[float("nan"), float("inf"), -1.0])
+            writer.scalars("param_norm", step=[3, 1, 1], value=[0.0, float("nan"), 1.0])
+            for name in ("before", "gradient", "exp_avg", "exp_avg_sq", "after"):
+                writer.tensor(f"optimizer/w/{name}", torch.randn(7), step=0, rank=0, **attributes)
+                writer.tensor(f"adapter/w/{name}", torch.randn(2, 3), step=0, rank=0)
+            writer.tensor("adapter/w/output", torch.zeros(0), step=0, rank=0, scaling=1.0)
+
+        report = analyze(build(fill), [each for each in all_rules() if each.id.startswith("optimizer/")])
+        assert not report.errors, report.errors
+
     def test_odd_arrays_are_no_error(self, build: Build) -> None:
         nan = torch.full((40,), float("nan"))
         assert reasons(RULE, step_capsule(build, {"optimizer": "AdamW"}, after=nan))
