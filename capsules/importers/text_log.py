@@ -7,6 +7,7 @@ from functools import cache
 
 from ..limits import MIB
 from .logs import Log, programs
+from .logs.log import line_numbers
 from .run import Run
 from .source import Source
 
@@ -43,6 +44,7 @@ def sniff(source: Source) -> bool:
 def read(source: Source, out: Run) -> None:
     """Every known line, in file order."""
     log = Log(out)
+    log.numbered = line_numbers(source.head.decode("utf-8", "replace"))
     known = programs()
     readers = [program.Lines(log) for program in known]
     used = [0] * len(readers)

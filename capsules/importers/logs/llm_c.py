@@ -7,9 +7,9 @@ import re
 from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "llm.c"
-SIGN = rb"(?:^|\n)s:\d+ (?:trl|tel|eel):"
+SIGN = rb"(?:^|[\n ])s:\d+ (?:trl|tel|eel):"
 
-_LINE = re.compile(r"s:(\d+) ((?:\w+:\S+ ?)+)\s*$")
+_LINE = re.compile(r"(?:^|\s)s:(\d+) ((?:\w{1,40}:\S{1,40}(?:\s{1,9}|$)){1,40})$")
 _FIELD = re.compile(rf"(\w+):({NUMBER})(?=\s|$)")
 #: trl: training loss; tel: loss on the validation split; eel: accuracy on HellaSwag.
 _NAMES = {"trl": "loss", "tel": "eval_loss", "lr": "learning_rate", "norm": "grad_norm"}
@@ -25,14 +25,15 @@ class Lines(Stateless):
 
     def take(self, line: str) -> bool:
         """Use one line."""
-        found = _LINE.match(line)
+        found = _LINE.search(line)
         step = count(found[1]) if found else None
         if found is None or step is None:
             return False
+        time = self._log.time(line)
         for name, text in _FIELD.findall(found[2]):
             if (value := number(text)) is None:
                 continue
             if name == "trl":
                 self._log.reached(step, FORMAT)
-            self._log.scalar(_NAMES.get(name, name), step, value)
+            self._log.scalar(_NAMES.get(name, name), step, value, time)
         return True

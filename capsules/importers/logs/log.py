@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import calendar
 import re
+from itertools import pairwise
 from typing import Any, Protocol
 
 from ..run import Run
@@ -14,6 +15,7 @@ NUMBER = r"[-+]?(?:\d[\d,_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 #: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), srun -l (``3: ``), mpirun (``[1,3]<stdout>:``).
 _WHO = re.compile(r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}): ) ?")
+_NUMBERED = re.compile(r"^(\d{1,9}): ", re.MULTILINE)
 _BYTES = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -56,6 +58,7 @@ class Log:
         run: where evidence goes.
         rank: who printed the line that is read now; 0 where the line does not say.
         step: the last training step that any line spoke of.
+        numbered: whether ``12: `` before a line is its number, as grep -n writes it, and no rank.
         leader: the program whose lines report training steps; empty before the first.
     """
 
@@ -65,6 +68,7 @@ class Log:
         self.rank = run.rank
         self.step: int | None = None
         self.leader = ""
+        self.numbered = False
         self._day, self._midnight = ("", "", ""), 0
 
     def scalar(
@@ -102,9 +106,16 @@ class Log:
         """Take the prefix off that says which rank printed the line, and remember the rank."""
         self.rank = self.home
         while (found := _WHO.match(line)) is not None:
-            self.rank = int(found[1] or found[2] or found[3])
+            if not (found[3] and self.numbered):
+                self.rank = int(found[1] or found[2] or found[3])
             line = line[found.end() :]
         return line
+
+
+def line_numbers(head: str) -> bool:
+    """Whether the numbers before the lines are those of lines: they only grow, where ranks come again."""
+    found = [int(each) for each in _NUMBERED.findall(head)[:50]]
+    return len(found) > 2 and found[0] > 0 and all(before < after for before, after in pairwise(found))
 
 
 def number(text: str) -> float | None:

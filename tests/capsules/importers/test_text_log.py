@@ -97,6 +97,17 @@ class TestOddBytes:
         )
         assert recognise(path) is None
 
+    def test_numbers_that_grep_puts_before_lines_are_no_ranks(self, imported: Imports):
+        capsule = imported("853: s:1 trl:9.5\n863: s:2 trl:9.4\n865: s:3 trl:9.3\n")
+        assert values(capsule, "loss", rank=0) == [(1, 9.5), (2, 9.4), (3, 9.3)]
+
+    def test_the_time_a_container_puts_before_lines_is_theirs(self, imported: Imports):
+        capsule = imported("2026-05-01T12:00:00.500000000Z s:1 trl:9.5\n2026-05-01T12:00:01.5Z s:2 trl:9.4\n")
+        assert values(capsule, "loss") == [(1, 9.5), (2, 9.4)]
+        time_ = capsule.scalars("loss").time
+        assert time_ is not None
+        assert time_[1] - time_[0] == 1.0
+
     def test_prose_is_no_log(self, tmp_path: Path):
         path = tmp_path / "README"
         path.write_text("The loss is computed in a later step. Run train.py for 100 iterations.\n" * 50)
