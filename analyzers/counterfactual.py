@@ -19,12 +19,19 @@ from numpy.typing import NDArray
 
 from . import finding
 from .fault import Fault, Observation, Spec, Status, Value, Verdict
-from .rounding import SIGMAS, UNIT_ROUNDOFF, Noise, scalar_tolerance, tensor_z
+from .rounding import (
+    SIGMAS,
+    UNIT_ROUNDOFF,
+    Noise,
+    as_scalar,
+    meeting_keys,
+    same_values,
+    scalar_tolerance,
+    tensor_z,
+)
 
 #: Random perturbations of the inputs that measure how much rounding can move a candidate.
 DRAWS = 12
-#: Values closer than this (relative) are one value: the faults behind them cannot be told apart on this input.
-SAME = 1e-11
 #: Expected matches by chance up to which a verdict may be confirmed, and up to which a single fault may be named.
 CONFIRM_CHANCE, NAME_CHANCE = 1e-3, 1e-2
 #: Distance in tolerances that the next candidate must keep.
@@ -125,7 +132,7 @@ class _Search:
         groups: list[tuple[tuple[Value, ...], list[tuple[str, ...]], list[Any]]] = []
         seen: dict[str, list[tuple[tuple[Value, ...], int | None]]] = {}
         for each in known:
-            for key in _keys(each.values):
+            for key in meeting_keys(each.values):
                 seen.setdefault(key, []).append((each.values, None))
         for names, spec in self.specs(tier):
             if self.tensors and tier and not self._survives(spec):
@@ -133,9 +140,9 @@ class _Search:
             values = self.values(spec)
             if not all(np.isfinite(value).any() for value in values):
                 continue
-            keys = _keys(values)
+            keys = meeting_keys(values)
             near = (each for key in keys for each in seen.get(key, ()))
-            equal = next((group for value, group in near if _same(values, value)), -1)
+            equal = next((group for value, group in near if same_values(values, value)), -1)
             if equal is None:
                 continue  # of a smaller tier
             if equal < 0:
@@ -154,7 +161,7 @@ class _Search:
         bases = [(spec, self.values(spec)) for spec in self.healthy]
         for fault in self.faults:
             edits = [(fault.edit(spec), spec, values) for spec, values in bases]
-            if all(_same(values, self.values(edited)) for edited, spec, values in edits if edited != spec):
+            if all(same_values(values, self.values(edited)) for edited, spec, values in edits if edited != spec):
                 names.append(fault.name)
         return tuple(names)
 
@@ -354,11 +361,11 @@ class _Search:
         return max(range(len(self.observations)), key=miss)
 
     def _row(self, candidate: Class, fits: list[Class]) -> finding.Candidate:
-        value = _scalar(candidate.values[self._shown])
+        value = as_scalar(candidate.values[self._shown])
         return finding.Candidate(
             faults=candidate.members[0],
             value=value,
-            off_by=abs(value - _scalar(self.observations[self._shown].value)),
+            off_by=abs(value - as_scalar(self.observations[self._shown].value)),
             fits=candidate in fits,
         )
 
@@ -375,33 +382,12 @@ class _Search:
         shown = [*fits, *nearest[:8]]
         tolerances = self.match(shown[0]).tolerances if shown else ()
         return finding.Counterfactual(
-            observed=_scalar(self.observations[self._shown].value),
+            observed=as_scalar(self.observations[self._shown].value),
             tolerance=tolerances[self._shown] if tolerances else float("nan"),
-            healthy=_scalar(healthy),
+            healthy=as_scalar(healthy),
             candidates=tuple(self._row(each, fits) for each in shown),
             classes=tuple(tuple(" + ".join(names) for names in members) for members in named),
             runner_up=self._row(runner, fits) if runner is not None else None,
             chance=chance,
             inert=self.inert,
         )
-
-
-def _scalar(value: Value) -> float:
-    """A tensor stands in tables as its root mean square."""
-    return float(np.sqrt(np.nanmean(np.square(value)))) if isinstance(value, np.ndarray) else float(value)
-
-
-def _keys(values: tuple[Value, ...]) -> set[str]:
-    """Under one of these, equal candidates meet: the first number, rounded a little below and above itself."""
-    first = _scalar(values[0])
-    return {f"{first * (1 + side * SAME):.9e}" for side in (-1, 1)}
-
-
-def _same(left: tuple[Value, ...], right: tuple[Value, ...]) -> bool:
-    """Whether two candidates have one value at every observation."""
-    return all(
-        bool(np.allclose(a, b, rtol=SAME, atol=0.0, equal_nan=True))
-        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
-        else abs(a - b) <= SAME * abs(b) or (a != a and b != b)
-        for a, b in zip(left, right, strict=True)
-    )

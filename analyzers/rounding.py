@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ _MIX = (
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
+
+#: Values closer than this (relative) are one value: the faults behind them cannot be told apart on this input.
+SAME = 1e-11
 
 #: A scalar fits within the printed rounding plus this many standard deviations.
 SIGMAS = 6.0
@@ -81,3 +85,24 @@ def tensor_z(observed: Array, reference: Array, sigma: Array, roundoff: float) -
     mean = variance.mean(axis=1, keepdims=True) if width > 1 else variance.mean()
     z2 = (flat_o[usable] - flat_r[usable]) ** 2 / np.maximum(variance + 0.05 * mean, 1e-300)
     return float(np.sqrt(z2.mean(axis=1).max())), float(np.sqrt(z2.mean()))
+
+
+def as_scalar(value: float | Array) -> float:
+    """A tensor stands in tables as its root mean square."""
+    return float(np.sqrt(np.nanmean(np.square(value)))) if isinstance(value, np.ndarray) else float(value)
+
+
+def meeting_keys(values: Sequence[float | Array]) -> set[str]:
+    """Under one of these, equal candidates meet: the first number, rounded a little below and above itself."""
+    first = as_scalar(values[0])
+    return {f"{first * (1 + side * SAME):.9e}" for side in (-1, 1)}
+
+
+def same_values(left: Sequence[float | Array], right: Sequence[float | Array]) -> bool:
+    """Whether two candidates have one value at every observation."""
+    return all(
+        bool(np.allclose(a, b, rtol=SAME, atol=0.0, equal_nan=True))
+        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+        else abs(a - b) <= SAME * abs(b) or (a != a and b != b)
+        for a, b in zip(left, right, strict=True)
+    )

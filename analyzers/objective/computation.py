@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..finding import Evidence, Finding, Where
 from ..registry import NotJudged, rule
 from .loss_faults import BY_NAME, BY_RECORDED_SUMS, LossSpec, lawful_specs, reported_loss
-from .loss_scale import scale_findings
+from .loss_scale import comparable, scale_findings
 from .loss_terms import declarable_terms
 from .loss_verdict import (
     COMPARABLE,
@@ -317,5 +317,5 @@ def reduction(capsule: Capsule) -> Iterator[Finding]:
         return
     found = list(scale_findings(capsule))
     yield from found
-    if not found and all(capsule.has(need) for need in NEEDS):
-        raise NotJudged(COMPARABLE)
+    if not found and not comparable(capsule):
+        raise NotJudged(f"{COMPARABLE}; or loss sums and token counts of micro-batches")

@@ -28,6 +28,14 @@ def scale_findings(capsule: Capsule) -> Iterator[Finding]:
             return
 
 
+def comparable(capsule: Capsule) -> bool:
+    """Whether any of these sizes can be compared at all."""
+    sides = {(key.name, key.side) for key in capsule.scalar_keys() if key.side is not None}
+    several = any(sum(name == each for each, _ in sides) == 2 for name in ("grad_norm", "loss"))
+    start = first_loss(capsule) is not None and log_vocabulary(capsule) is not None
+    return several or start or (bool(declared_factors(capsule)) and capsule.has("scalars.eval_loss"))
+
+
 def declared_factors(capsule: Capsule) -> dict[int, str]:
     """Numbers that a loss may have missed a division by, with their names: those above 1 that the manifest states."""
     training, run = capsule.manifest.training, capsule.manifest.run
