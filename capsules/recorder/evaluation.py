@@ -74,6 +74,7 @@ class Evaluations:
         attempt: Attempt,
     ) -> None:
         self._root = hooks.root
+        self._dropouts = [each for each in hooks.root.modules() if isinstance(each, nn.Dropout) and each.p]
         self._writer = writer
         self._ignore_index = ignore_index
         self._where = where
@@ -100,7 +101,9 @@ class Evaluations:
 
     def before(self, module: nn.Module) -> bool:
         """Whether the forward that begins belongs to a pass."""
-        mode = (_training_mode(module), torch.is_grad_enabled())
+        # Of the parts only those that drop out activations count: a frozen encoder in evaluation mode is normal.
+        training = module.training or any(each.training for each in self._dropouts)
+        mode = (training, torch.is_grad_enabled())
         if not self._told and mode[0] and mode[1]:
             return False
         if self.open is not None and self.open.begun is not None and not self._told and mode != self._mode:
@@ -211,10 +214,3 @@ class Evaluations:
                 "pass": current.number,
             }
             self._writer.batch(step=current.step, split="validation", micro=micro.index, **evidence(micro), **about)
-
-
-def _training_mode(module: nn.Module) -> bool:
-    """Whether the model, or a part of it that drops out activations, is in training mode."""
-    return module.training or any(
-        each.training and getattr(each, "p", 0.0) for each in module.modules() if isinstance(each, nn.Dropout)
-    )
