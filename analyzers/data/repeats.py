@@ -190,7 +190,7 @@ def _repeat(run: Sequence[Seen], used_up: int | None) -> _Found | None:
         return _always_one(known, used_up)
     same_epoch = [(a, b) for a, b in again if known[a].epoch is not None and known[a].epoch == known[b].epoch]
     if same_epoch:
-        return _told(known, same_epoch, "in the same epoch", "confirmed")
+        return _told(known, same_epoch, same_epoch, "in the same epoch", "confirmed")
     again = [(a, b) for a, b in again if known[a].epoch is None or known[b].epoch is None]
     replayed = _replayed(known, again, used_up)
     if replayed is not None:
@@ -207,7 +207,8 @@ def _repeat(run: Sequence[Seen], used_up: int | None) -> _Found | None:
     runs = _in_a_row(open_ended)
     longest = max(runs, key=len, default=[])
     if len(longest) >= T.REPEAT_RUN or (open_ended and not singles):
-        return _told(known, longest if len(longest) >= T.REPEAT_RUN else open_ended, "before the data was used up")
+        shown = longest if len(longest) >= T.REPEAT_RUN else open_ended
+        return _told(known, shown, again, "before the data was used up")
     return None
 
 
@@ -260,14 +261,19 @@ def _always_one(known: Sequence[Seen], used_up: int | None) -> _Found | None:
 
 
 def _told(
-    known: Sequence[Seen], pairs: Sequence[tuple[int, int]], when: str, confidence: Confidence = "likely"
+    known: Sequence[Seen],
+    pairs: Sequence[tuple[int, int]],
+    everywhere: Sequence[tuple[int, int]],
+    when: str,
+    confidence: Confidence = "likely",
 ) -> _Found:
     a, b = pairs[0]
     distances = Counter(x - y for x, y in pairs)
     distance, often = distances.most_common(1)[0]
     regular = f", {often} of them {distance} later" if often > 1 else ""
     # Many, at all distances: the sampler draws with replacement, which may be meant.
-    drawn = len(pairs) > T.REPEAT_RUN and 2 * often < len(pairs)
+    usual = Counter(x - y for x, y in everywhere).most_common(1)[0][1]
+    drawn = len(everywhere) > T.REPEAT_RUN and 2 * usual < len(everywhere)
     return _Found(
         severity="info" if drawn else None,
         title="A batch is trained on again within an epoch",

@@ -121,6 +121,8 @@ DIVERSITY_N: Final = 8
 DISTINCT_SHARE: Final = 0.2
 DIVERSITY_MIN_ROWS: Final = 16
 DIVERSITY_MIN_TOKENS: Final = 1_000
+#: Above this every second answer is left out: counting sorts them all.
+DIVERSITY_MOST_TOKENS: Final = 200_000
 #: Openings: tokens of the answer compared, the share that may agree, tokens an answer must have to be no mere label.
 OPENING_TOKENS: Final = 6
 OPENING_SHARE: Final = 0.5

@@ -145,6 +145,9 @@ def _distinct(answers: list[Ints]) -> float | None:
     total = sum(len(each) - n + 1 for each in long)
     if len(long) < T.DIVERSITY_MIN_ROWS or total < T.DIVERSITY_MIN_TOKENS:
         return None
+    while total > T.DIVERSITY_MOST_TOKENS and len(long) > T.DIVERSITY_MIN_ROWS:
+        long = long[::2]
+        total = sum(len(each) - n + 1 for each in long)
     grams = np.concatenate([np.lib.stride_tricks.sliding_window_view(each, n) for each in long])
     return len(np.unique(grams, axis=0)) / total
 

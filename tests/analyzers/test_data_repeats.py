@@ -155,6 +155,12 @@ def test_lawful_repetitions_are_quiet(build, findings_of, why):
     assert not findings_of(REPEAT, run(build, *events, manifest=manifest))
 
 
+def test_batches_drawn_with_replacement_are_only_noted(build, findings_of):
+    drawn = np.random.default_rng(0).integers(0, 8, 40).tolist()
+    finding, _ = one(findings_of(REPEAT, run(build, begins(drawn))))
+    assert finding.severity == "info"
+
+
 # -- splits
 
 
