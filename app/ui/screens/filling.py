@@ -62,8 +62,12 @@ class FillScreen(ModalScreen["dict[str, str] | None"]):
     def action_next(self) -> None:
         """The next field; past the last one take them all."""
         form = self.query_one(Form)
-        if form.move(1):
-            return
+        if not form.move(1):
+            # Behind the keys that the last field has not seen yet, as they were typed before this one.
+            form[self._fields[-1][0]].box.call_later(self._take)
+
+    def _take(self) -> None:
+        form = self.query_one(Form)
         values = form.values
         missing = {name: "missing" for name in self._required if not values[name].strip()}
         form.complain(missing)
