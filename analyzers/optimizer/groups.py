@@ -139,7 +139,8 @@ def not_owned(capsule: Capsule) -> Iterator[Finding]:
         float32 with a gradient and a learning rate was stepped in two windows and is bit-identical.
 
     Looks like it but is not:
-        Frozen parameters; parameters without a gradient; tied weights, which are held once; parameters in 16-bit types
+        Frozen parameters; parameters without a gradient; tied weights, which are held once; weights that move all the
+        same, because the optimizer steps copies in float32 that are written back; parameters in 16-bit types
         (optimizer/no-master-weights); a learning rate of 0, a skipped step, a gradient of exactly 0.
 
     What to try next:
@@ -181,6 +182,10 @@ def _orphans(groups: dict[tuple[int, int], list[Parameter]]) -> Finding | None:
         and all(each.owned is False and each.trained is not False for each in rows)
         and any(each.has_grad and each.grad_norm != 0 for each in rows)
     ]
+    # What moves is stepped by somebody: through float32 copies, say, or by an optimizer that is none of torch's. Small
+    # steps may round to nothing in some of such weights, so those of the same type are left alone with them.
+    moving = {each.dtype for each in orphans if _moves(history[each.name])}
+    orphans = [each for each in orphans if each.dtype not in moving]
     if not orphans:
         return None
     first = next(iter(groups))
@@ -213,6 +218,12 @@ def _orphans(groups: dict[tuple[int, int], list[Parameter]]) -> Finding | None:
         next=("compare id() of the model's parameters with those of the optimizer",),
         fix=("build the optimizer after the model is complete, from model.parameters()",),
     )
+
+
+def _moves(rows: list[Parameter]) -> bool:
+    """Whether a parameter changed in a recorded step, or from one recorded step to another."""
+    changed = any((each.moved or 0.0) > 0 or (each.update_norm or 0.0) > 0 for each in rows)
+    return changed or len({each.absmedian for each in rows if each.absmedian is not None}) > 1
 
 
 def _still(capsule: Capsule, groups: dict[tuple[int, int], list[Parameter]]) -> Finding | None:
