@@ -21,7 +21,7 @@ _OVERFLOW = re.compile(
 )
 _STEP = re.compile(r"(?:\[Rank (\d+)\] )?step=(\d+), skipped=(\d+), lr=\[([^\]]*)\]")
 _SPEED = re.compile(r"(?:epoch=(\d+)/)?micro_step=(\d+)/global_step=(\d+), (.*)")
-_PAIR = re.compile(rf"(\w+)=({NUMBER})(GB|MB)?(?=,|\s|$)")
+_PAIR = re.compile(rf"\b(\w{{1,60}})=({NUMBER})(GB|MB)?(?=,|\s|$)")
 _USAGE = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB\s+Max_CA ([\d.]+) GB")
 _PHASE = re.compile(r"see_memory_usage\] (.{1,200})$")
 _NUMBER = re.compile(NUMBER)

@@ -53,7 +53,7 @@ _SIGNS = (
     "Xid (",
 )
 _LAUNCHER = re.compile(r"^\s+(rank|exitcode|host|time)\s+: (.*)$")
-_LAUNCHED_RANK = re.compile(r"(\d+) \(local_rank: \d+\)")
+_LAUNCHED_RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
 #: Lines between a traceback's beginning and its error, of the same rank.
 _LONGEST = 2000
 #: Lines after an error that still belong to its message.

@@ -10,7 +10,7 @@ FORMAT = "llm.c"
 SIGN = rb"(?:^|[\n ])s:\d+ (?:trl|tel|eel):"
 
 _LINE = re.compile(r"(?:^|\s)s:(\d+) ((?:\w{1,40}:\S{1,40}(?:\s{1,9}|$)){1,40})$")
-_FIELD = re.compile(rf"(\w+):({NUMBER})(?=\s|$)")
+_FIELD = re.compile(rf"\b(\w{{1,40}}):({NUMBER})(?=\s|$)")
 #: trl: training loss; tel: loss on the validation split; eel: accuracy on HellaSwag.
 _NAMES = {"trl": "loss", "tel": "eval_loss", "lr": "learning_rate", "norm": "grad_norm"}
 

@@ -10,7 +10,7 @@ FORMAT = "OLMo"
 SIGN = rb"\[step=[\d,]+(?:/[\d,]+)?(?:,[^\]\n]{0,200})?\][^\n]*\n[^\n]{0,200}?[ \t]{2,}[\w/ ().-]{1,120}=[-+\d.na]"
 
 _STEP = re.compile(r"\[step=(\d[\d,]*?)(?:/(\d[\d,]*?))?(?:,epoch=(\d+)[^\]]*|,[a-z][^\]]*)?\]")
-_FIELD = re.compile(rf"\s{{2,}}(\S[^=]{{0,199}}?)=({NUMBER})%?\s*$")
+_FIELD = re.compile(rf"\s{{2,20}}(\S[^=]{{0,199}}?)=({NUMBER})%?\s*$")
 
 _NAMES = {
     "train/CE loss": "loss",

@@ -46,7 +46,7 @@ class Lines(Stateless):
 
     def take(self, line: str) -> bool:
         """Use one line."""
-        if (bar := _BAR.search(line)) is not None:
+        if "/" in line and "<" in line and (bar := _BAR.search(line)) is not None:
             return self._progress(bar)
         found = min(_STEP.finditer(line), key=lambda each: _SUREST.index(each[1][0].lower()), default=None)
         step = count(found[2].removesuffix(".0")) if found else None

@@ -10,14 +10,16 @@ FORMAT = "torchtitan"
 SIGN = rb"step:\s+\d+\s.{0,12}loss:\s+.{0,160}(?:tps|memory):"
 
 _STEP = re.compile(r"(validate )?step:\s*(\d[\d,]*)\s+(\S+:\s.*)")
-_FIELD = re.compile(rf"([A-Za-z][\w/()%.]*):\s+({NUMBER})(?:(GiB|MiB|s|%)(?:\(({NUMBER})%\))?)?(?=\s|$)")
+_FIELD = re.compile(
+    rf"(?<![\w/()%.])([A-Za-z][\w/()%.]{{0,60}}):\s{{1,20}}({NUMBER})(?:(GiB|MiB|s|%)(?:\(({NUMBER})%\))?)?(?=\s|$)"
+)
 _SIZE = re.compile(r"Model (.+?) size: ([\d,]+) total parameters")
 _SETUP = re.compile(
     r"local batch size:?\s+(\d+), global batch size:?\s+\d+, (?:gradient accumulation steps (\d+), )?"
     r"sequence length:?\s+(\d+), total steps:?\s+(\d+) \(warmup:?\s+(\d+)\)"
 )
 _DEVICE = re.compile(r"CUDA capacity: (.+?) with [\d.]+GiB memory")
-_RETRIES = re.compile(r"(\d+) CUDA memory allocation retries")
+_RETRIES = re.compile(r"\b(\d{1,9}) CUDA memory allocation retries")
 
 _NAMES = {"tps": "throughput", "memory": "memory_reserved", "mfu": "mfu(%)"}
 _UNITS = {"throughput": "tokens/s", "memory_reserved": "B", "mfu(%)": "%"}
