@@ -12,7 +12,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotJudged, rule
-from ..series import Curve, carried, curve, noise
+from ..series import Curve, Floats, carried, curve, noise
 from . import thresholds as T
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def lasting_rise(name: str, found: Curve) -> Rise | None:
     """The rise of an evaluation loss from its minimum to the end, or None where it is noise or a short one.
 
     Nine tenths of the evaluations after the best are above it, the last third is above it by 2 % and by three times
-    the scatter, and the second half of what follows is no lower than the first.
+    the scatter, the second half of what follows is no lower than the first; and a small rise goes on (Kendall).
     """
     value = found.value
     if len(value) < T.EVALUATIONS:
@@ -69,6 +69,8 @@ def lasting_rise(name: str, found: Curve) -> Rise | None:
         return None
     if half and float(np.median(after[half:])) < float(np.median(after[:half])):
         return None
+    if end - value[best] < T.OVERFIT_PLAIN * abs(float(value[best])) and not _climbs(after):
+        return None
     return Rise(
         name=name,
         best_step=int(found.step[best]),
@@ -78,6 +80,14 @@ def lasting_rise(name: str, found: Curve) -> Rise | None:
         last=float(after[-1]),
         points=len(after),
     )
+
+
+def _climbs(values: Floats) -> bool:
+    """Whether later values are higher than chance has it: Kendall's S, one-sided at 5 %."""
+    count = len(values)
+    left, right = np.triu_indices(count, 1)
+    score = float(np.sign(values[right] - values[left]).sum())
+    return score > 1.645 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
 
 
 @rule(
@@ -100,9 +110,10 @@ def overfitting(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         At least three evaluations, two of them after the best one; nine tenths of those are above the best, their last
-        third by 2 % and by three times the scatter of the evaluations, and they do not come down again; the training
-        loss fell over the same steps by more than 2 % and its noise. The first step is the first evaluation after the
-        best. Several groups are one finding, at the earliest.
+        third by 2 % and by three times the scatter of the evaluations, and they do not come down again; a rise of less
+        than 10 % must go on (Kendall's test at 5 %). The training loss fell over the same steps by more than 2 % and
+        its noise. The first step is the first evaluation after the best. Several groups are one finding, at the
+        earliest.
 
     Looks like it but is not:
         An evaluation that scatters around its level; one bump after which it falls again; training and validation that

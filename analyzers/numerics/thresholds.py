@@ -168,6 +168,8 @@ EVALUATIONS_AFTER: Final = 2
 #: Rise above the best, as its share and in units of the evaluations' own scatter.
 OVERFIT_RISE: Final = 0.02
 OVERFIT_SIGMA: Final = 3.0
+#: Rise, as a share, that needs no further sign: three epochs of 1.00, 1.15 and 1.40 say enough.
+OVERFIT_PLAIN: Final = 0.1
 #: Fall of the training loss over the same steps, as a share.
 TRAIN_FALL: Final = 0.02
 
