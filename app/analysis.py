@@ -31,6 +31,7 @@ def analyze_capsule(
         WorkerError: the capsule is unusable, or the worker died over it.
     """
     params = {"path": os.fspath(path), "rules": list(rules), "stages": list(stages), "files": list(files)}
+    params["cases"] = os.getcwd()
     return msgspec.convert(worker.call("analyze", params, timeout), CapsuleReport)
 
 

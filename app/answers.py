@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from . import imports
 
 if TYPE_CHECKING:
+    from ..analyzers.finding import Finding
     from ..analyzers.registry import Rule
     from ..capsules import Capsule
 
@@ -22,7 +23,9 @@ def ping() -> dict[str, Any]:
     return {"pid": os.getpid()}
 
 
-def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = (), files: Sequence[str] = ()) -> Any:
+def analyze(
+    path: str, rules: Sequence[str] = (), stages: Sequence[str] = (), files: Sequence[str] = (), cases: str = ""
+) -> Any:
     """Run rules on one capsule, or on raw files; ``rules`` and ``stages`` narrow them down (empty: all).
 
     Args:
@@ -30,6 +33,8 @@ def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = (), fi
         rules: ids.
         stages: names.
         files: the raw files of one job, where they are several.
+        cases: the directory from which the user's case log is found; its cases that name a finding's rule are added
+            to those that the rule declares. Without it there are only these.
     """
     import msgspec
 
@@ -44,7 +49,21 @@ def analyze(path: str, rules: Sequence[str] = (), stages: Sequence[str] = (), fi
     report = run_rules(_open(path, files), chosen)
     unread = tuple(RuleError(rule="import", error=problem) for problem in imports.problems_of(path, files))
     named = msgspec.structs.replace(report.capsule, path=path)
-    return msgspec.structs.replace(report, capsule=named, errors=(*report.errors, *unread))
+    findings = tuple(_with_own_cases(each, cases) for each in report.findings) if cases else report.findings
+    return msgspec.structs.replace(report, capsule=named, findings=findings, errors=(*report.errors, *unread))
+
+
+def _with_own_cases(finding: Finding, start: str) -> Finding:
+    """A finding with the user's own cases before those that ship with the product."""
+    import msgspec
+
+    from .looks.cases import own_cases
+
+    if finding.severity == "info":
+        return finding
+    return msgspec.structs.replace(
+        finding, cases=tuple(dict.fromkeys([*own_cases(finding.rule, start), *finding.cases]))
+    )
 
 
 def show(path: str) -> dict[str, Any]:

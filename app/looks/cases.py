@@ -15,6 +15,7 @@ from ..casebook.show import is_gated
 from ..casebook.store import Repository, StoreError
 from .types import CaseCard, CaseCommit, CaseHistory, CaseLine, CaseList
 
+_MOST_ALIKE = 8
 _COMMIT = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 
@@ -40,11 +41,40 @@ def case_list(query: str, start: str, limit: int = 300) -> CaseList:
     file = paths.case_file(Path(start))
     log = _log(file)
     found = log.index.search(query)
+    alike = _alike(found, log.cards) if query.startswith("rule:") and " " not in query.strip() else []
     rows = [
-        CaseLine(id=card.id, title=card.title, seed=card.seed, gated=is_gated(card.get("Gate")))
-        for card in found[:limit]
+        CaseLine(
+            id=card.id, title=card.title, seed=card.seed, gated=is_gated(card.get("Gate")), alike=index >= len(found)
+        )
+        for index, card in enumerate([*found, *alike][:limit])
     ]
     return CaseList(file=str(file), total=len(log.cards), found=len(found), rows=tuple(rows), problem=log.problem)
+
+
+def own_cases(rule: str, start: str) -> tuple[str, ...]:
+    """Ids of the user's own cases that name a rule, the newest first; none where the log cannot be read."""
+    found = _log(paths.case_file(Path(start))).index.search(f"rule:{rule}")
+    return tuple(card.id for card in found if not card.seed and rule in _words(card, "Rules"))
+
+
+def _alike(found: list[cards.Card], known: tuple[cards.Card, ...]) -> list[cards.Card]:
+    """Cases that share rules, keywords and class with those found, the most alike first."""
+    wanted = {name: {word for card in found for word in _words(card, name)} for name in ("Rules", "Keywords", "Class")}
+    inside = {card.text for card in found}
+    scored: list[tuple[int, cards.Card]] = []
+    for card in known:
+        shared = {name: len(wanted[name] & set(_words(card, name))) for name in wanted}
+        # One class holds dozens of cases: alone it makes none alike.
+        if card.text not in inside and shared["Rules"] + shared["Keywords"] > 0 and sum(shared.values()) > 1:
+            scored.append((2 * shared["Rules"] + shared["Keywords"] + shared["Class"], card))
+    scored.sort(key=lambda each: -each[0])
+    return [card for _, card in scored[:_MOST_ALIKE]]
+
+
+def _words(card: cards.Card, name: str) -> list[str]:
+    """The words of a field that holds a list."""
+    separator = r"[,\s]+" if name == "Rules" else r"\s*,\s*"
+    return [word for word in re.split(separator, card.get(name).casefold().strip()) if word]
 
 
 def case_card(id: str, start: str, seed: bool | None = None) -> CaseCard | None:

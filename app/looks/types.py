@@ -45,12 +45,13 @@ class StepMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One case in a list."""
+    """One case in a list; ``alike`` where it does not hold the query and resembles those that do."""
 
     id: str
     title: str
     seed: bool
     gated: bool
+    alike: bool = False
 
 
 class CaseList(msgspec.Struct, frozen=True, kw_only=True):

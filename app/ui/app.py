@@ -56,7 +56,7 @@ class Console(App[None]):
         beside = paths.repository_root(here) is None and paths.repository_root(directory) is not None
         self.repository = repository or (directory if beside else here)
         self.link = Link()
-        self.reports = Reports(self, self.link)
+        self.reports = Reports(self, self.link, str(self.repository))
         self.gates = Gates(self)
         self.remember = remember
         self.state = load(directory) if remember else State()

@@ -40,10 +40,11 @@ class Reports:
     Args:
         app: gets the worker's answers and hands them to ``keep``.
         link: the way to the worker.
+        cases: the directory from which the user's case log is found.
     """
 
-    def __init__(self, app: App[Any], link: Link) -> None:
-        self._app, self._link = app, link
+    def __init__(self, app: App[Any], link: Link, cases: str = "") -> None:
+        self._app, self._link, self._cases = app, link, cases
         self._kept: dict[str, Kept] = {}
         self._asked: dict[str, float] = {}
         #: Published with the capsule's path; widgets subscribe when they are mounted.
@@ -64,7 +65,7 @@ class Reports:
         if kept is not None and (kept.report is not None if changed is None else kept.made_of == changed):
             return
         self._asked[path] = changed or 0.0
-        self._link.ask(self._app, "analyze", {"path": path}, channel="verdict")
+        self._link.ask(self._app, "analyze", {"path": path, "cases": self._cases}, channel="verdict")
 
     def refresh(self, path: str, changed: float, status: str) -> None:
         """Ask anew where the capsule changed; one that is being written is judged every 15 seconds, not every step."""

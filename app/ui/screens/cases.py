@@ -202,6 +202,8 @@ class CasesScreen(Screen[None]):
 def _line(case: CaseLine) -> Text:
     text = Text(no_wrap=True)
     sign, style = ("·", "dim") if case.seed else ("●", "green") if case.gated else ("○", "yellow")
+    if case.alike:
+        sign, style = "~", "dim"
     text.append(f"{sign} ", style)
     text.append(one_line(case.title))
     return text

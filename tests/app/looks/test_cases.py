@@ -1,0 +1,63 @@
+"""From a finding to the cases that name its rule: the user's own first, then those that resemble them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmconsole.app.answers import analyze
+from llmconsole.app.looks.cases import case_list
+
+from ..capsules import diverged
+from ..conftest import Run
+
+LOG = """# Debug cases
+
+## our-nan · Our loss is not finite
+
+- **Class:** not-converging
+- **Keywords:** NaN, tokenizer, 溢出
+- **Rules:** numerics/loss-nonfinite
+
+## our-overflow · A neighbour of it
+
+- **Class:** not-converging
+- **Keywords:** tokenizer
+- **Rules:** numerics/fp16-overflow
+
+## our-hang · Nothing like it
+
+- **Class:** distributed
+- **Keywords:** hang
+- **Rules:** distributed/missing-rank
+"""
+
+
+def test_the_report_names_the_users_own_cases_before_ours(repository: Path) -> None:
+    (repository / "debug-cases.md").write_text(LOG)
+    capsule = str(diverged(repository / "run.capsule"))
+    (finding,) = [each for each in analyze(capsule, cases=str(repository)).findings if each.rule.endswith("nonfinite")]
+    assert finding.cases[0] == "our-nan"
+    assert len(finding.cases) > 1, "those that the rule declares are kept"
+    without = analyze(capsule).findings
+    assert all("our-nan" not in each.cases for each in without)
+
+
+def test_a_log_that_cannot_be_read_takes_nothing_from_the_report(repository: Path) -> None:
+    (repository / "debug-cases.md").mkdir()
+    report = analyze(str(diverged(repository / "run.capsule")), cases=str(repository))
+    assert report.first_divergence.rule == "numerics/loss-nonfinite"
+
+
+def test_after_the_cases_of_a_rule_come_those_alike(repository: Path) -> None:
+    (repository / "debug-cases.md").write_text(LOG)
+    found = case_list("rule:numerics/loss-nonfinite", str(repository))
+    own = [(each.id, each.alike) for each in found.rows if not each.seed]
+    assert own == [("our-nan", False), ("our-overflow", True)], "a keyword and the class; a hang is not alike"
+    assert found.found == sum(not each.alike for each in found.rows)
+    assert not any(each.alike for each in case_list("NaN", str(repository)).rows), "a search finds what it says"
+
+
+def test_the_command_names_them_too(repository: Path, cli: Run) -> None:
+    (repository / "debug-cases.md").write_text(LOG)
+    diverged(repository / "run.capsule")
+    assert "llmconsole cases show our-nan" in cli("analyze", "run.capsule", cwd=repository).stdout
