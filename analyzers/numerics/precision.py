@@ -106,7 +106,12 @@ def underflow(capsule: Capsule) -> Iterator[Finding]:
     )
 
 
-@rule("numerics/low-precision-op", stage="numerics", severity="warning")
+@rule(
+    "numerics/low-precision-op",
+    stage="numerics",
+    severity="warning",
+    needs=("stats.loss|batches.loss_dtype|records.kernel_checks.dtypes|tensors.norm/output",),
+)
 def low_precision_op(capsule: Capsule) -> Iterator[Finding]:
     """A loss, a normalisation, a softmax or a long sum is computed in 16 bits.
 

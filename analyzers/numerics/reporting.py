@@ -23,7 +23,13 @@ NEVER_ZERO = (
 )
 
 
-@rule("numerics/not-reported", stage="numerics", kind="hygiene", severity="info", needs=("scalars",))
+@rule(
+    "numerics/not-reported",
+    stage="numerics",
+    kind="hygiene",
+    severity="info",
+    needs=("scalars.loss|scalars.grad_norm|scalars.loss_scale|scalars.learning_rate|scalars.throughput",),
+)
 def not_reported(capsule: Capsule) -> Iterator[Finding]:
     """A number in the log was never measured.
 

@@ -142,6 +142,8 @@ def test_one_row_of_random_bytes_is_found_among_text(train):
 
 
 @pytest.mark.recorded("numerics/fp16-overflow")
+@pytest.mark.recorded("numerics/first-nonfinite")
+@pytest.mark.recorded("numerics/loss-nonfinite")
 @pytest.mark.quiet("data/poison-sample")
 @pytest.mark.quiet("numerics/learning-rate")
 def test_activations_that_grow_under_float16_are_the_first_divergence(train):
@@ -218,3 +220,15 @@ def test_a_detached_loss_head_trains_nothing(train):
     assert report.first_divergence is not None
     assert (report.first_divergence.rule, report.first_divergence.where.step) == ("numerics/gradients-lost", 0)
     assert set(alarms(report).values()) <= {None, "numerics/gradients-lost"}
+
+
+@pytest.mark.recorded("numerics/gradient-explosion")
+def test_a_loss_that_is_summed_from_one_step_on_explodes_the_gradient(train):
+    steps = iter(range(100))
+
+    def summed(logits, labels):
+        return cross_entropy(logits, labels) * (labels.numel() if next(steps) >= 24 else 1)
+
+    report = train(Recipe(steps=30, loss=summed))
+    finding = next(each for each in report.findings if each.rule == "numerics/gradient-explosion")
+    assert (finding.severity, finding.where.step) == ("warning", 24)
