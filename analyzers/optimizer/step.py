@@ -9,6 +9,7 @@ import numpy as np
 
 from ..finding import Confidence, Evidence, Finding, Severity, Where
 from ..registry import NotJudged, rule
+from ..rounding import UNIT_ROUNDOFF
 from .gradient_path import broken_path
 from .step_case import taken_steps
 from .step_faults import BY_NAME, StepSpec, lawful_specs, take_step
@@ -44,7 +45,8 @@ def step_mismatch(capsule: Capsule) -> Iterator[Finding]:
         betas swapped, gradient not unscaled or divided by the new scale, not clipped, clipped twice or before the
         unscaling, the rate of the step before, weights rounded to bfloat16). One fits where the largest error is
         within 8 standard deviations of rounding and the overall one within 2.5 (16-bit types: 5 and 1.5). Confirmed
-        where one class of faults fits all weights and moments of a window and chance ≤ 1e-3.
+        where one class of faults fits all weights and moments of a window and chance ≤ 1e-3 (16-bit types: of two
+        windows).
 
     Looks like it but is not:
         Any other optimizer (Lion, Muon, Adafactor, NAdam, 8-bit): not judged. AMSGrad, maximise, a closure: not judged.
@@ -71,11 +73,18 @@ def step_mismatch(capsule: Capsule) -> Iterator[Finding]:
     for status in ("confirmed", "likely", "undetermined"):
         for each in wrong:
             if each.verdict.status == status:
-                yield _finding(each)
+                yield _finding(each, _seen_once(each, wrong))
                 return
 
 
-def _finding(judged: Judged) -> Finding:
+def _seen_once(judged: Judged, wrong: list[Judged]) -> bool:
+    """Whether a fault of 16-bit weights shows in one window only: rounding there hides too much to confirm it by one."""
+    if all(case.roundoff < UNIT_ROUNDOFF["float16"] for case in judged.cases):
+        return False
+    return sum(each.verdict.classes == judged.verdict.classes for each in wrong) < 2
+
+
+def _finding(judged: Judged, seen_once: bool) -> Finding:
     verdict, case = judged.verdict, judged.cases[0]
     healthy = lawful_specs(list(judged.cases))[0]
     where = Where(step=judged.step, rank=judged.rank, tensor=case.names[0])
@@ -110,7 +119,7 @@ def _finding(judged: Judged) -> Finding:
         spec = fault.fault.edit(spec)
     cause = " or ".join(dict.fromkeys("; and ".join(each.cause for each in names) for names in members))
     label = " or ".join(" + ".join(each.fault.name for each in names) for names in members)
-    confidence: Confidence = "confirmed" if verdict.status == "confirmed" else "likely"
+    confidence: Confidence = "confirmed" if verdict.status == "confirmed" and not seen_once else "likely"
     severity: Severity | None = None if confidence == "confirmed" else "warning"
     verb = "is reproduced by" if confidence == "confirmed" else "is consistent with"
     return Finding(
@@ -121,7 +130,7 @@ def _finding(judged: Judged) -> Finding:
         where=where,
         evidence=(*_errors(judged, healthy, spec), *common, *_more(verdict)),
         cause=cause,
-        next=verdict.reasons,
+        next=(*verdict.reasons, *(["capture a second step: 16-bit weights need two that agree"] if seen_once else [])),
         fix=tuple(dict.fromkeys(each.fix for names in members for each in names)),
         counterfactual=verdict.table,
     )

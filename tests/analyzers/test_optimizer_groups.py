@@ -98,7 +98,7 @@ class TestOwned:
             run.optimizer.step()
             run.model.zero_grad()
 
-        capsule = run.train(6, step).capsule()
+        capsule = run.train(5, step).capsule()
         assert OWNED in loud(capsule)
         report = analyze(capsule)
         assert report.first_divergence.rule == OWNED
@@ -120,7 +120,7 @@ class TestOwned:
             run.optimizer.step()
             run.model.zero_grad()
 
-        capsule = run.train(6, step).capsule()
+        capsule = run.train(5, step).capsule()
         assert findings_of(OWNED, capsule) == []
         assert loud(capsule) == []
         tied = {each["name"]: each.get("shared_with") for each in capsule.records("param_groups")}
@@ -130,7 +130,7 @@ class TestOwned:
         run = Run(
             tmp_path, optimizer=lambda m: torch.optim.AdamW([*m.tokens.parameters(), *m.blocks.parameters()], 3e-3)
         )
-        (finding,) = findings_of(OWNED, run.train(6).capsule())
+        (finding,) = findings_of(OWNED, run.train(5).capsule())
         assert finding.confidence == "confirmed"
         assert {"head.weight", "norm.weight"} <= set(finding.evidence[0].value)
 
@@ -163,7 +163,7 @@ class TestFrozen:
         model = Model()
         model.blocks.requires_grad_(False)
         run = Run(tmp_path, model, optimizer=lambda m: torch.optim.AdamW(m.parameters(), 3e-3))
-        assert findings_of(FROZEN, run.train(6).capsule()) == []
+        assert findings_of(FROZEN, run.train(5).capsule()) == []
 
     def test_state_that_a_frozen_layer_kept_is_a_remark(self, build: Build, findings_of: Any) -> None:
         state = {"exp_avg": {"dtype": "float32", "rms": 0.1}}

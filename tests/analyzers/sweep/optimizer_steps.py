@@ -80,6 +80,7 @@ class Job:
         norm = float(torch.stack([g.float().norm() for g in true.values()]).norm())
         clip = min(1.0, self.limit * norm / (norm + 1e-6))  # always clips
         early = min(1.0, self.limit * norm / (norm * self.scale + 1e-6))
+        groups: list[tuple[str, dict[str, Tensor], dict[str, Any]]] = []
         for name, p, group in zip(names, tensors, optimizer.param_groups, strict=True):
             scaled = (true[name].float() * self.scale).to(self.dtype)
             state = optimizer.state[p]
@@ -106,9 +107,9 @@ class Job:
             }  # fmt: skip
             arrays = {"before": before, "gradient": scaled, "exp_avg": m, "exp_avg_sq": v, "after": after}
             arrays |= {"exp_avg_after": m2, "exp_avg_sq_after": v2}
-            for member, array in arrays.items():
-                flat = array.detach().reshape(-1)
-                writer.tensor(f"optimizer/{name}/{member}", flat, step=self.steps, rank=0, **attributes)
+            flat = {member: array.detach().reshape(-1) for member, array in arrays.items()}
+            groups.append((f"optimizer/{name}", flat, attributes))
+        writer.tensors(self.steps, groups)
 
     def _own_step(self, optimizer: torch.optim.Optimizer, p: Tensor) -> None:
         for other in (each for group in optimizer.param_groups for each in group["params"]):
