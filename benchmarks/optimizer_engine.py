@@ -63,9 +63,8 @@ def table(seeds: int) -> None:
         judged = sum(count for name, count in total.items() if name not in ("inert", "within rounding"))
         right = sum(count for name, count in total.items() if name.startswith("right"))
         cost = 1e3 * (time.perf_counter() - start) / (seeds * len(faults))
-        print(
-            f"  named {100 * right / judged:.1f} % of {judged} that are neither inert nor within rounding; {cost:.0f} ms each, capsule included"
-        )
+        print(f"  named {100 * right / judged:.1f} % of {judged} that are neither inert nor within rounding")
+        print(f"  {cost:.0f} ms each, capsule included")
         healthy = Counter(outcome(Job(seed, None, dtype, fused=bool(seed % 2))) for seed in range(20 * seeds))
         print(f"  healthy: {dict(healthy)}")
         unknown = Counter(outcome(Job(seed, fault, dtype)) for fault in UNKNOWN for seed in range(seeds))

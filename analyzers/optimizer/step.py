@@ -78,7 +78,7 @@ def step_mismatch(capsule: Capsule) -> Iterator[Finding]:
 
 
 def _seen_once(judged: Judged, wrong: list[Judged]) -> bool:
-    """Whether a fault of 16-bit weights shows in one window only: rounding there hides too much to confirm it by one."""
+    """Whether a fault of 16-bit weights shows in one window only: their rounding hides too much to confirm by one."""
     if all(case.roundoff < UNIT_ROUNDOFF["float16"] for case in judged.cases):
         return False
     return sum(each.verdict.classes == judged.verdict.classes for each in wrong) < 2
