@@ -273,7 +273,7 @@ class _Search:
             reasons.append("several faults reproduce the number and this evidence cannot tell them apart")
         else:
             reasons = self._doubts(fits[0], runner, chance, known)
-            limit = NAME_CHANCE if fits[0].tier == 1 else CONFIRM_CHANCE
+            limit = NAME_CHANCE if fits[0].tier == 1 and not self._coarse else CONFIRM_CHANCE
             status = "likely" if chance <= limit else "undetermined"
             status = status if reasons else "confirmed"
         return Verdict(
@@ -308,12 +308,19 @@ class _Search:
             expected *= share**rows
         return expected
 
+    @cached_property
+    def _coarse(self) -> bool:
+        """Whether every number was itself computed in half precision: two or three digits of it are real."""
+        return not self.tensors and all(o.value_roundoff >= UNIT_ROUNDOFF["float16"] for o in self.observations)
+
     def _doubts(self, fit: Class, runner: Class | None, chance: float, known: list[Class]) -> list[str]:
         """Why a single fitting class is not confirmed; empty where everything holds."""
         doubts: list[str] = []
         printed = [each.decimals for each in self.observations if not each.is_tensor]
         if not self.tensors and all(each is not None and each <= 2 for each in printed):
             doubts.append("two printed decimals or fewer never confirm")
+        if self._coarse:
+            doubts.append("numbers computed in half precision never confirm")
         if chance > CONFIRM_CHANCE:
             doubts.append(f"{chance:.2g} candidates would match by chance ({CONFIRM_CHANCE:g} allowed)")
         if runner is not None and self.match(runner).distance < RUNNER_UP:
