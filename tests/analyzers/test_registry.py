@@ -48,18 +48,26 @@ REQUIRED = {
 }
 
 
+def _words(tree: ast.Module) -> dict[str, str]:
+    """Names that a module gives to words, one at a time or several in a line."""
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                both = (target.elts, node.value.elts) if isinstance(target, ast.Tuple) else ([target], [node.value])
+                for name, value in zip(*both, strict=False):
+                    if isinstance(name, ast.Name) and isinstance(value, ast.Constant):
+                        found[name.id] = value.value
+    return found
+
+
 def marked(marker: str) -> set[str]:
-    """Rules that a test of this folder carries ``marker`` for."""
+    """Rules that a test of this folder, or of the training laboratory, carries ``marker`` for."""
     found: set[str] = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+    here = Path(__file__).parent
+    for path in (*here.glob("test_*.py"), *(here.parent / "training").glob("test_*.py")):
         tree = ast.parse(path.read_text())
-        words = {
-            target.id: node.value.value
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        words = _words(tree)
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
