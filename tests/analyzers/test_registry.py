@@ -54,8 +54,9 @@ def _words(tree: ast.Module) -> dict[str, str]:
     for node in tree.body:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                both = (target.elts, node.value.elts) if isinstance(target, ast.Tuple) else ([target], [node.value])
-                for name, value in zip(*both, strict=False):
+                several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                names, values = (target.elts, node.value.elts) if several else ([target], [node.value])
+                for name, value in zip(names, values, strict=True):
                     if isinstance(name, ast.Name) and isinstance(value, ast.Constant):
                         found[name.id] = value.value
     return found
