@@ -228,14 +228,16 @@ HONEST: dict[str, Lab] = {
     "bf16 autocast": Lab(precision="bf16"),
     "fp16 with a scaler": Lab(precision="fp16"),
     "fp16 that looks for its scale": Lab(precision="fp16", init_scale=2.0**26),
-    "accumulation of padded documents": Lab(accumulation=2, batch=4),
-    "accumulation of rows of one length": Lab(kind="text", accumulation=2, batch=4, loss=mean_of_means),
-    "a last window shorter than the others": Lab(kind="text", accumulation=4, batch=2, remainder=1, loss=mean_of_means),
+    "accumulation of padded documents": Lab(steps=12, accumulation=2, batch=4),
+    "accumulation of rows of one length": Lab(kind="text", steps=12, accumulation=2, batch=4, loss=mean_of_means),
+    "a last window shorter than the others": Lab(
+        kind="text", steps=8, accumulation=4, batch=2, remainder=1, loss=mean_of_means
+    ),
     "evaluation between steps": Lab(dropout=0.1, evaluate_every=5),
     "resumed": Lab(resume=10),
     "several epochs": Lab(steps=7, epochs=3),
     "several epochs in one order": Lab(steps=7, epochs=3, shuffled=False),
-    "two workers": Lab(workers=2),
+    "two workers": Lab(steps=12, workers=2),
     "a constant rate": Lab(schedule=False, rate=1e-3),
     "tied embeddings": Lab(tied=True),
     "continued on more documents": Lab(pretrained=True, rate=1e-3, shuffled=False),
@@ -243,7 +245,7 @@ HONEST: dict[str, Lab] = {
     "adapters": Lab(kind="chat", pretrained=True, adapters=True),
     "gradients cleared to zeros": Lab(update=keep_gradients),
     "nothing declared": Lab(declared=False),
-    "nothing declared, prompts and accumulation": Lab(declared=False, kind="chat", accumulation=2, batch=4),
+    "nothing declared, prompts and accumulation": Lab(declared=False, kind="chat", steps=12, accumulation=2, batch=4),
     "nothing declared, packed": Lab(declared=False, kind="packed", precision="bf16"),
 }
 
