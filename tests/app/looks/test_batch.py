@@ -50,7 +50,7 @@ def test_both_layouts_show_the_same_columns_and_say_which_they_are(tmp_path: Pat
     assert second.token[:5] == ["x", "y", "\\x00", "\\x00", "\\x00"]
     assert (second.length, second.supervised, second.mean) == (2, 1, 0.5)
     assert sheet.mean == (2 + 3 + 4 + 0.5) / 4
-    assert f"labels {layout}" in notes(sheet)[0]
+    assert {"unshifted": "under its own token", "shifted": "under the token before it"}[layout] in notes(sheet)[0]
 
 
 def test_the_worst_tokens_come_one_after_the_other(tmp_path: Path) -> None:
