@@ -2,7 +2,7 @@
 
 A forward outside a micro-batch belongs to a pass where gradients are off, the model is in evaluation mode, or the loop
 said so; a forward inside one does where it has both. Passes end with the next micro-batch. Whether the model drops out
-activations and whether a graph is kept is written as it was at the first forward.
+activations, whether a graph is kept and whether random numbers were drawn is written as it was at the first forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..writer import CapsuleWriter
 from . import batch as batches
 from .hooks import ModuleHooks
 from .output import read_rows, sample_records
-from .ring import Micro, evidence
+from .ring import Micro, RandomState, evidence
 from .tape import gather
 
 # Batches of a pass whose tokens are looked at, whose arrays are written, and losses added up one by one.
@@ -81,6 +81,7 @@ class Evaluations:
         self._attempt = attempt
         self._told = False
         self._mode = (False, False)
+        self._random: RandomState | None = None  # before the first forward of a pass
         self._passes = 0
         self.open: Pass | None = None
         self.logged: set[str] = set()  # names that the loop itself logs
@@ -109,6 +110,9 @@ class Evaluations:
         if self.open is not None and self.open.begun is not None and not self._told and mode != self._mode:
             self.end()
         self._mode = mode
+        if self.open is None or self.open.begun is None:
+            self._random = None
+            self._attempt("random state of evaluations", lambda: setattr(self, "_random", RandomState.capture()))
         return True
 
     def after(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any) -> None:
@@ -155,6 +159,9 @@ class Evaluations:
             "told": self._told,
             "supervised": supervised,
         }
+        before, self._random = self._random, None
+        if before is not None:
+            event["random_drawn"] = before.moved()
         event |= {"name": current.name} if current.name else {}
         event |= {"nested": True} if nested else {}
         current.begun = event

@@ -41,6 +41,12 @@ class RandomState:
             cuda=[torch.cuda.get_rng_state()] if started else [],
         )
 
+    def moved(self) -> bool:
+        """Whether torch's generators have drawn numbers since."""
+        now = RandomState.capture()
+        pairs = zip([self.torch, *self.cuda], [now.torch, *now.cuda], strict=False)
+        return any(not torch.equal(before, after) for before, after in pairs)
+
 
 @dataclass
 class Micro:
