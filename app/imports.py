@@ -44,6 +44,8 @@ class _Imported:
 
 
 _imported: OrderedDict[tuple[str, ...], _Imported] = OrderedDict()
+#: Files of jobs that have several, by the first one's path, as whoever asks has said.
+_jobs: dict[str, tuple[str, ...]] = {}
 #: Formats of files by path, with the stamp of which they hold; a list asks every second.
 _formats: OrderedDict[str, tuple[tuple[object, ...], str]] = OrderedDict()
 
@@ -68,14 +70,33 @@ def open_evidence(path: str, files: Sequence[str] = ()) -> Capsule:
     """
     from ..capsules import Capsule
 
-    raw = tuple(files) or ((path,) if is_raw(path) else ())
+    raw = tuple(files) or _files_of(path)
     return Capsule.open(_import(raw).path if raw else path)
 
 
 def problems_of(path: str, files: Sequence[str] = ()) -> tuple[str, ...]:
     """A line for each raw file behind ``open_evidence`` that could not be read whole."""
-    raw = tuple(files) or ((path,) if is_raw(path) else ())
+    raw = tuple(files) or _files_of(path)
     return _import(raw).problems if raw else ()
+
+
+def belong_together(path: str, files: Sequence[str]) -> None:
+    """From now on the raw file at ``path`` stands for all ``files`` of its job; none: for itself alone."""
+    if files:
+        _jobs[path] = tuple(files)
+    else:
+        _jobs.pop(path, None)
+
+
+def _files_of(path: str) -> tuple[str, ...]:
+    """The raw files that a path stands for; none where it is a capsule's."""
+    return _jobs.get(path, (path,)) if is_raw(path) else ()
+
+
+def stamp_of_job(path: str) -> tuple[object, ...] | None:
+    """``stamp_of_raw`` of all files that a path stands for, one behind the other."""
+    files = _files_of(path)
+    return tuple(each for file in files for each in stamp_of_raw(file) or ()) if files else None
 
 
 def stamp_of_raw(path: str | os.PathLike[str]) -> tuple[object, ...] | None:

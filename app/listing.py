@@ -1,4 +1,4 @@
-"""The capsules of a directory, read lightly and only where something changed: manifest and heartbeats, no evidence.
+"""What lies in a directory, read lightly and only where something changed: manifests and heartbeats, heads of files.
 
 Runs in the worker, which keeps one ``Lister`` a directory. Changes are found by what the file system says of the few
 small files that are replaced as a job goes on; nothing else is opened.
@@ -16,33 +16,20 @@ from pathlib import Path
 
 import msgspec
 
+from .entry import Entry
+from .raw_files import RawFiles
+
 #: Capsules shown at most; a directory that holds more says so.
 MAX_ENTRIES = 10_000
 #: Ranks whose files are looked at to see whether a capsule changed.
 _MOST_STAMPED = 1024
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the list. ``changed`` is Unix seconds of the last write; ``problem`` says why it cannot be read."""
-
-    path: str
-    name: str
-    id: str = ""
-    title: str = ""
-    status: str = ""
-    phase: str = ""
-    trigger: str = ""
-    message: str = ""
-    step: int | None = None
-    changed: float = 0.0
-    incident: str = ""
-    problem: str = ""
-
-
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The capsules of a directory at one moment; ``version`` is a digest of them, the same in every worker.
+    """What lies in a directory at one moment; ``version`` is a digest of it, the same in every worker.
 
-    ``unread`` of the entries are names only, as there was no time yet to open them; their status is empty.
+    ``unread`` capsules and files were not opened yet, as there was no time. Such capsules are entries by their names,
+    with an empty status; of such files it is not known whether they are evidence.
     """
 
     directory: str
@@ -79,6 +66,7 @@ class Lister:
         self._names: dict[str, float] = {}  # with the time of the manifest, 0 where there was none yet
         self._problem = ""
         self._seen: dict[str, _Seen] = {}
+        self._raw = RawFiles(directory)
 
     def listing(self, budget: float | None = None) -> Listing:
         """The directory as it is now. Never raises: what cannot be read is a row with words.
@@ -98,27 +86,34 @@ class Lister:
             else:
                 unread.append(Entry(path=f"{self.directory}/{name}", name=name, title=name, changed=changed))
         self._seen = seen
-        entries = (*(each.entry for each in seen.values()), *unread)
+        entries = (*(each.entry for each in seen.values()), *unread, *self._raw.entries(until))
         return Listing(
             directory=str(self.directory),
             version=_version((entries, self._problem)),
             entries=entries,
             problem=self._problem,
-            unread=len(unread),
+            unread=len(unread) + self._raw.unread,
         )
 
     def _scan(self) -> None:
         """Names that may be capsules, the newest first; whether they are, their manifest says."""
         self._problem = ""
         names: list[str] = []
+        files: list[str] = []
         try:
             with os.scandir(self.directory) as found:
-                names = [each.name for each in found if _may_be_capsule(each)]
+                for each in found:
+                    kind = _kind(each)
+                    if kind == "directory":
+                        names.append(each.name)
+                    elif kind == "file":
+                        files.append(each.name)
         except OSError as error:
             self._problem = f"{self.directory}: {error.strerror or error}; choose another with llmconsole DIR"
         if len(names) > MAX_ENTRIES:
             self._problem = f"{len(names):,} capsules; the {MAX_ENTRIES:,} first by name are shown"
             names = sorted(names)[:MAX_ENTRIES]
+        self._problem = self._raw.named(files) or self._problem
         changed = {name: _written(f"{self.directory}/{name}/capsule.json") for name in names}
         self._names = dict(sorted(changed.items(), key=lambda each: each[1], reverse=True))
 
@@ -163,13 +158,14 @@ class Lister:
             return Entry(path=str(path), name=path.name, title=path.name, changed=changed, problem=problem)
 
 
-def _may_be_capsule(entry: os.DirEntry[str]) -> bool:
+def _kind(entry: os.DirEntry[str]) -> str:
+    """``directory``, ``file`` (a regular one), or nothing that is looked at; links are followed."""
     if entry.name.startswith("."):
-        return False
+        return ""
     try:
-        return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and entry.is_dir())
+        return "directory" if entry.is_dir() else "file" if entry.is_file() else ""
     except OSError:
-        return False
+        return ""
 
 
 def _written(path: str) -> float:

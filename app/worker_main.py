@@ -72,9 +72,12 @@ def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     try:
         function = METHODS.get(method)
         if function is None:
+            from .imports import belong_together
             from .looks import find
 
             function = find(method)
+            if "path" in params:  # of a raw file; looks know only the first one of its job
+                belong_together(params["path"], params.pop("files", ()))
         if function is None:
             return {"error": {"kind": "failed", "message": f"the worker knows no method {method}"}}
         return {"result": plain(function(**params))}

@@ -12,7 +12,8 @@ import msgspec
 
 from .. import paths, terminal
 from ..analysis import is_capsule
-from ..listing import Entry, Listing
+from ..entry import RAW, Entry
+from ..listing import Listing
 from ..output import UNUSABLE, CommandError, console, narrate, print_json
 from ..text import one_line
 from ..worker import Worker, WorkerError
@@ -29,12 +30,13 @@ class Capsules(msgspec.Struct, kw_only=True):
     capsules: tuple[Entry, ...]
 
 
-#: Sign and style of a state: a trigger fired, it died, it is being written, its writer went silent, it ended well.
+#: Sign and style of a state: a trigger fired, it died, its writer went silent, raw evidence, being written, ended well.
 _STATES = {
     "problem": ("?", "yellow"),
     "triggered": ("✗", "bold red"),
     "crashed": ("✗", "red"),
     "stale": ("?", "yellow"),
+    RAW: ("·", "bright_black"),
     "recording": ("◐", "cyan"),
     "sealed": ("✓", "green"),
 }
@@ -96,9 +98,10 @@ def _print(listing: Capsules) -> None:
     screen.print(head)
     if not count:
         for line in (
-            " Nothing recorded here yet. A capsule is what the recorder writes around a training loop:",
+            " Nothing here yet. A capsule is what the recorder writes around a training loop:",
             "   from llmconsole.capsules import Recorder",
             '   rec = Recorder("runs", model=model, optimizer=optimizer)',
+            " Or copy a log here (text, JSON, CSV, TensorBoard, wandb): it is known by its content.",
             " Or see a run break and be explained:  llmconsole demo",
         ):
             screen.print(Text(line, "bright_black"))
@@ -123,7 +126,8 @@ def _table(listing: Capsules) -> Table:
     table.add_column("what happened", ratio=1, overflow="fold")
     for row in listing.capsules:
         sign, style = _STATES[_state(row)]
-        happened = row.problem or ": ".join(part for part in (row.trigger, row.message) if part)
+        words = (row.message,) if row.status == RAW else (row.trigger, row.message)
+        happened = row.problem or ": ".join(part for part in words if part)
         cells: list[Any] = [
             Text(f" {sign}", style),
             Text(one_line(row.title or row.path)),
@@ -139,7 +143,7 @@ def _table(listing: Capsules) -> Table:
 def _state(row: Entry) -> str:
     if row.problem or row.status not in _STATES:
         return "problem"
-    return "triggered" if row.trigger and row.status != "recording" else row.status
+    return "triggered" if row.trigger and row.status not in ("recording", RAW) else row.status
 
 
 def _age(seconds: float) -> str:

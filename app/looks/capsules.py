@@ -7,7 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from ...capsules import Capsule
-from ..imports import open_evidence, stamp_of_raw
+from ..imports import open_evidence, stamp_of_job
 from ..listing import Lister, Listing, last_write, stamp_of
 from .types import Contents
 
@@ -77,4 +77,4 @@ def opened(path: str) -> Capsule:
 
 def _stamp(path: str) -> tuple[object, ...] | None:
     """What tells of a change: of a capsule, or of a raw file."""
-    return stamp_of_raw(path) or stamp_of(Path(path))
+    return stamp_of_job(path) or stamp_of(Path(path))

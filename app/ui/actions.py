@@ -62,6 +62,7 @@ ACTIONS: tuple[Action, ...] = (
         "home.resolve", "home", "r", "resolve", "Make a case of this incident, shown first, then committed", "resolve"
     ),
     Action("home.export", "home", "e", "", "Write this capsule's report to a file: text, SVG or HTML", "export"),
+    Action("home.import", "home", "i", "", "Make a capsule of a raw file, which a notebook and a case need", "import"),
     Action("home.pause", "home", "space", "", "Hold the view still; recording and reading go on", "pause"),
     Action("capsule.close", "capsule", "escape", "back", "Back to the list", "close"),
     Action(
@@ -75,6 +76,9 @@ ACTIONS: tuple[Action, ...] = (
     Action("capsule.next", "capsule", "right_square_bracket", "", "Next capsule of the list", "neighbour(1)"),
     Action("capsule.previous", "capsule", "left_square_bracket", "", "Previous capsule of the list", "neighbour(-1)"),
     Action("capsule.export", "capsule", "e", "", "Write this capsule's report to a file: text, SVG or HTML", "export"),
+    Action(
+        "capsule.import", "capsule", "i", "", "Make a capsule of a raw file, which a notebook and a case need", "import"
+    ),
     *(
         Action(f"capsule.view-{number}", "capsule", str(number), "", words, f"view({number})")
         for number, words in enumerate(_VIEWS, start=1)

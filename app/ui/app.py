@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from textual._path import CSSPathType
     from textual.screen import Screen
 
-    from ..listing import Entry
+    from ..entry import Entry
     from .screens.home import HomeScreen
 
 #: Dark, light, and the terminal's own palette.
@@ -100,6 +100,10 @@ class Console(App[None]):
     def _reported(self, answer: Answer) -> None:
         if answer.method == "analyze":
             self.reports.keep(answer)
+        elif answer.method == "import_job":
+            from .importing import imported
+
+            imported(self, answer)
 
     def _draw_again(self, _: object) -> None:
         """Whoever had the terminal meanwhile has left nothing of the picture."""
@@ -160,9 +164,28 @@ class Console(App[None]):
 
     def resolve(self, entry: Entry) -> None:
         """Open the form that makes a case of an incident."""
+        from .importing import needs_capsule
         from .screens.resolve import ResolveScreen
 
+        if words := needs_capsule("A case", entry):
+            self.notify(words, severity="warning", timeout=8)
+            return
+
         self.push_screen(ResolveScreen(entry, self.repository))
+
+    def replace(self, raw: str, entry: Entry) -> None:
+        """Show a capsule where the raw evidence is open that it was made of."""
+        from .screens.capsule import CapsuleScreen
+
+        if isinstance(self.screen, CapsuleScreen) and self.screen.entry.path == raw:
+            self.state.viewed, self.state.view = entry.path, self.screen.number
+            self.switch_screen(CapsuleScreen(entry))
+
+    def make_capsule(self, entry: Entry) -> None:
+        """Ask whether a capsule is to be made of raw evidence, and make it."""
+        from .importing import ask_and_import
+
+        ask_and_import(self, entry)
 
     def export(self, path: str) -> None:
         """Ask for a format, then write the report of a capsule into the working directory."""

@@ -35,6 +35,12 @@ class _Question:
     method: str
     params: dict[str, Any]
     timeout: float | None
+    files: tuple[str, ...] = ()
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The parameters, with all files of the job where the path is the first of several raw ones."""
+        return {**self.params, "files": self.files} if self.files else self.params
 
 
 @dataclass
@@ -50,9 +56,15 @@ class _Line:
 
 
 class Link:
-    """Owns the workers and their threads; ``close`` ends both."""
+    """Owns the workers and their threads; ``close`` ends both.
+
+    Attributes:
+        jobs: all files of a job by the path of the first, where raw evidence is spread over several; questions about
+            that path are about all of them.
+    """
 
     def __init__(self) -> None:
+        self.jobs: dict[str, tuple[str, ...]] = {}
         self._lines: dict[Channel, _Line] = {"look": _Line(), "table": _Line(), "verdict": _Line()}
 
     def ask(
@@ -81,7 +93,7 @@ class Link:
                 return
             slot = (id(asker), method, key)
             line.waiting.pop(slot, None)
-            line.waiting[slot] = _Question(asker, method, params, timeout)
+            line.waiting[slot] = _Question(asker, method, params, timeout, self.jobs.get(params.get("path", ""), ()))
             if line.thread is None:
                 line.thread = threading.Thread(target=_serve, args=(line,), name=f"worker-{channel}", daemon=True)
                 line.thread.start()
@@ -121,7 +133,7 @@ def _serve(line: _Line) -> None:
             line.working = True
         result, problem = None, ""
         try:
-            result = line.worker.call(question.method, question.params, question.timeout)
+            result = line.worker.call(question.method, question.sent, question.timeout)
         except WorkerError as error:
             problem = str(error)
         except Exception as error:  # the thread must live on, or the screen would wait for ever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,16 @@ import msgspec
 from textual.signal import Signal
 
 from ...analyzers.report import CapsuleReport
+from ..entry import RAW
 
 if TYPE_CHECKING:
     from textual.app import App
 
-    from ..listing import Entry
+    from ..entry import Entry
     from .link import Answer, Link
 
 
-#: Seconds between two verdicts on a capsule that is being written.
+#: Seconds between two verdicts on evidence that is being written.
 _LIVE_EVERY = 15.0
 
 
@@ -68,9 +70,12 @@ class Reports:
         self._link.ask(self._app, "analyze", {"path": path, "cases": self._cases}, channel="verdict")
 
     def refresh(self, path: str, changed: float, status: str) -> None:
-        """Ask anew where the capsule changed; one that is being written is judged every 15 seconds, not every step."""
+        """Ask anew where the evidence changed; what is being written is judged every 15 seconds, not every step."""
         kept = self._kept.get(path)
-        if status != "recording" or kept is None or changed - kept.made_of >= _LIVE_EVERY:
+        due = kept is None or changed - kept.made_of >= _LIVE_EVERY
+        if status == RAW and not due:  # nobody seals a file: its last lines are judged when it has been still
+            due = time.time() - changed >= _LIVE_EVERY
+        if due or status not in ("recording", RAW):
             self.want(path, changed)
 
     def look_ahead(self, entries: Iterable[Entry]) -> None:

@@ -33,12 +33,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class _Part:
-    source: Source
-    importer: Importer
-    rank: int
-    first: int | None
-    last: int | None
+class Part:
+    """What grouping needs to know of a file: its format, whose it is, and which steps it covers, where it tells."""
+
+    path: Path
+    format: str
+    rank: int = 0
+    first: int | None = None
+    last: int | None = None
 
 
 def jobs(paths: Sequence[str | os.PathLike[str]], *, separate: bool = False) -> tuple[list[Job], list[EvidenceError]]:
@@ -49,40 +51,55 @@ def jobs(paths: Sequence[str | os.PathLike[str]], *, separate: bool = False) -> 
         separate: treat each alone.
     """
     problems: list[EvidenceError] = []
-    places: dict[str, list[_Part]] = {}
+    parts: list[Part] = []
     for path in dict.fromkeys(map(Path, paths)):
         try:
-            source = Source(path)
-            importer = known(source)
+            parts.append(part(path, spanned=not separate and len(paths) > 1))
         except EvidenceError as error:
             problems.append(error)
-            continue
-        first, last = _span(source, importer) if not separate and len(paths) > 1 else (None, None)
-        part = _Part(source, importer, rank_in_name(path), first, last)
-        places.setdefault(os.path.abspath(path.parent), []).append(part)
+    return ([Job((each.path,)) for each in parts] if separate else grouped(parts)), problems
+
+
+def part(path: Path, *, spanned: bool = True) -> Part:
+    """Look at the head and the tail of a file; ``spanned`` asks for its steps too.
+
+    Raises:
+        EvidenceError: nobody can read it.
+    """
+    source = Source(path)
+    importer = known(source)
+    first, last = _span(source, importer) if spanned else (None, None)
+    return Part(path, importer.FORMAT, rank_in_name(path), first, last)
+
+
+def grouped(parts: Sequence[Part]) -> list[Job]:
+    """The jobs that files belong to, by directories in the order in which they first come up."""
+    places: dict[str, list[Part]] = {}
+    for each in parts:
+        places.setdefault(os.path.abspath(each.path.parent), []).append(each)
     found: list[Job] = []
-    for parts in places.values():
-        ordered = None if separate else _one_job(parts)
-        groups = [[each] for each in parts] if ordered is None else [ordered]
-        found += [Job(tuple(each.source.path for each in group)) for group in groups]
-    return found, problems
+    for those in places.values():
+        ordered = _one_job(those)
+        groups = [[each] for each in those] if ordered is None else [ordered]
+        found += [Job(tuple(each.path for each in group)) for group in groups]
+    return found
 
 
-def _one_job(parts: list[_Part]) -> list[_Part] | None:
+def _one_job(parts: list[Part]) -> list[Part] | None:
     """The parts in order where they are of one run, else None."""
-    chains: dict[tuple[str, int], list[_Part]] = {}
-    for part in parts:
-        chains.setdefault((part.importer.FORMAT, part.rank), []).append(part)
-    ordered: list[_Part] = []
+    chains: dict[tuple[str, int], list[Part]] = {}
+    for each in parts:
+        chains.setdefault((each.format, each.rank), []).append(each)
+    ordered: list[Part] = []
     for (kind, _), chain in chains.items():
-        chain.sort(key=lambda each: (-1 if each.first is None else each.first, natural(each.source.path.name)))
+        chain.sort(key=lambda each: (-1 if each.first is None else each.first, natural(each.path.name)))
         if not kind.startswith(_SUCCESSIVE) and not all(map(_continues, chain, chain[1:])):
             return None
         ordered += chain
     return ordered
 
 
-def _continues(before: _Part, after: _Part) -> bool:
+def _continues(before: Part, after: Part) -> bool:
     if before.first is None or after.first is None:
         return True
     return after.first > before.first + _WELL_AFTER * ((before.last or before.first) - before.first)

@@ -14,10 +14,11 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from ...listing import Entry
+from ...entry import RAW, Entry
 from ...looks.types import Contents
 from ...text import one_line
 from ..actions import bindings
+from ..importing import needs_capsule
 from ..link import Answer
 from ..reports import case_query
 from ..views.base import View
@@ -49,6 +50,8 @@ VIEWS: tuple[tuple[type[View], Make], ...] = (
     (GateView, lambda path, _: GateView(path)),
 )
 
+#: Views that write something down beside the evidence.
+_STAY = (NotebookView, GateView)
 
 #: At the right of the first line, since the last may have no room for it.
 _HELP = "  ? help "
@@ -73,6 +76,11 @@ class CapsuleScreen(Screen[None]):
     def open_view(self) -> View | None:
         """The view on screen."""
         return self._open
+
+    @property
+    def number(self) -> int:
+        """The key of the view on screen."""
+        return self._wanted
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -159,7 +167,7 @@ class CapsuleScreen(Screen[None]):
         self.query_one("#tabs", Static).update(line)
 
     def _has(self, view: type[View]) -> bool:
-        if self._contents is None:
+        if self._contents is None or (self.entry.status == RAW and view in _STAY):
             return False
         if view.needs == "scalars":
             return bool(self._contents.series)
@@ -186,7 +194,8 @@ class CapsuleScreen(Screen[None]):
             self._open.reload()
         else:
             self._open = None
-            await area.mount(Static(f"Not captured. {kind.teach}", classes="teach", markup=False))
+            words = needs_capsule(f"The {kind.name_}", self.entry) if kind in _STAY else f"Not captured. {kind.teach}"
+            await area.mount(Static(words, classes="teach", markup=False))
 
     @property
     def case_query(self) -> str:
@@ -208,6 +217,10 @@ class CapsuleScreen(Screen[None]):
     def action_resolve(self) -> None:
         """Make a case of this incident."""
         cast("Console", self.app).resolve(self.entry)
+
+    def action_import(self) -> None:
+        """Make a capsule of the raw file."""
+        cast("Console", self.app).make_capsule(self.entry)
 
     def action_export(self) -> None:
         """Write the report to a file."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
 from rich.text import Text
 
-from ...listing import Entry
+from ...entry import RAW, Entry
+from ...listing import Listing
 from ...text import keep_tail, one_line
 
 if TYPE_CHECKING:
@@ -31,6 +34,24 @@ _NEED = tuple(STATES)
 
 #: What the list says of a capsule that no trigger ended.
 _ENDS = {"stale": "silent", "crashed": "died"}
+
+_EMPTY = """
+ No capsule, no log here yet.
+
+ In your training loop:
+   from llmconsole.capsules
+       import Recorder
+   rec = Recorder("runs",
+       model=model,
+       optimizer=optimizer)
+
+ Or copy a log here: text,
+ JSON, CSV, TensorBoard, wandb
+ are known by their content.
+
+ Or see a run break:
+   llmconsole demo
+"""
 
 
 def state_of(entry: Entry, reports: Reports) -> State:
@@ -106,3 +127,44 @@ def _clock(changed: float) -> str:
     then = time.localtime(changed)
     today = time.strftime("%Y%j") == time.strftime("%Y%j", then)
     return time.strftime("%H:%M" if today else "%m-%d", then)
+
+
+def empty(listing: Listing, width: int) -> str:
+    """What a list without rows says: what hides them, why there are none, or how to get some."""
+    hidden = len(listing.entries)
+    if hidden:
+        words = f"The filter hides {'it' if hidden == 1 else f'all {hidden:,}'}: / changes it, esc takes it away."
+    elif listing.problem:
+        words = one_line(listing.problem)
+    elif listing.unread:
+        words = f"Looking at {count(listing.unread, 'file')} …"
+    else:
+        return _EMPTY
+    return "\n".join(f" {each}" for each in ["", *wrap(words, width - 2)])
+
+
+def head(directory: Path, listing: Listing | None, problem: str, paused: bool, width: int) -> Text:
+    """The first line: where one is, how much there is, what is wrong, what time it is."""
+    words = Text(f" llmconsole  {one_line(directory)}")
+    if listing is not None:
+        live = sum(each.status == "recording" for each in listing.entries)
+        raw = sum(each.status == RAW for each in listing.entries)
+        words.append(f"  {count(len(listing.entries) - raw, 'capsule')}" + (f", {live} live" if live else ""))
+        if raw:
+            words.append(f", {count(raw, 'raw log')}")
+        if listing.unread:
+            words.append(f", {listing.unread:,} still to read")
+        problem = problem or (listing.problem if listing.entries else "")
+    if paused:
+        words.append("  PAUSED (space goes on)", "bold yellow")
+    if problem:
+        words.append(f"  {one_line(problem)}", "bold yellow")
+    right = f"{time.strftime('%H:%M')}  ? help "
+    words.truncate(max(1, width - len(right) - 1), overflow="ellipsis")
+    words.append(" " * max(1, width - words.cell_len - len(right)) + right, "dim")
+    return words
+
+
+def count(number: int, what: str) -> str:
+    """``1 capsule``, ``1,200 capsules``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import msgspec
@@ -17,7 +15,8 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Footer, Input, Static
 
-from ...listing import Entry, Listing
+from ...entry import RAW, Entry
+from ...listing import Listing
 from ...looks.types import SeriesColumns
 from ...text import one_line
 from ..actions import bindings
@@ -26,7 +25,7 @@ from ..reports import case_query
 from ..widgets.rows import Lazy, Row, Rows
 from ..widgets.timeline import Curve, Timeline
 from ..widgets.verdict import Advice, Verdict
-from .entries import by_need, heading, line, state_of
+from .entries import by_need, empty, head, heading, line, state_of
 
 if TYPE_CHECKING:
     from ..app import Console
@@ -39,20 +38,6 @@ _BUDGET = 0.25
 
 #: Capsules that get a verdict before anyone looks at them.
 _AHEAD = 30
-
-_EMPTY = """
- No capsule here yet.
-
- In your training loop:
-   from llmconsole.capsules
-       import Recorder
-   rec = Recorder("runs",
-       model=model,
-       optimizer=optimizer)
-
- Or see one break:
-   llmconsole demo
-"""
 
 
 class Curves(Vertical):
@@ -84,6 +69,7 @@ class HomeScreen(Screen[None]):
         self._paused = False
         self._restored = False
         self._shown_head = Text()
+        self._expected = ("", "")  # a capsule about to be listed, and the raw file it was made of
 
     @property
     def twin(self) -> str:
@@ -169,10 +155,31 @@ class HomeScreen(Screen[None]):
             if not self._restored:
                 self._restored = True
                 self._rows.select(self.console_app.state.capsule)
+            self.console_app.link.jobs = {each.path: each.files for each in self._listing.entries if each.files}
+            self._arrived()
             self._look_ahead()
             if self._listing.unread:
                 self._poll()
+        elif (still := self._selected) is not None and still.status == RAW:
+            self.console_app.reports.refresh(still.path, still.changed, still.status)
         self._head()
+
+    def expect(self, capsule: str, raw: str) -> None:
+        """Select a capsule as soon as it is listed, and show it where the raw file it was made of is open."""
+        self._expected = (capsule, raw)
+        self._poll()
+
+    def _arrived(self) -> None:
+        capsule, raw = self._expected
+        entry = self._entry(capsule) if capsule else None
+        if entry is None:
+            return
+        self._expected = ("", "")
+        if not self._rows.select(capsule):
+            self.query_one("#filter", Input).value = ""  # hidden by it
+            self._fill()
+            self._rows.select(capsule)
+        self.console_app.replace(raw, entry)
 
     def _look_ahead(self) -> None:
         """Verdicts for the newest capsules, so that the list says which one needs me; not for thousands of old ones."""
@@ -223,9 +230,9 @@ class HomeScreen(Screen[None]):
         self._shown = shown = by_need(self._listing.entries, self._filter, reports)
         rows = self._rows
         width = max(20, rows.size.width)
-        rows.empty = " nothing holds these words" if self._filter.strip() else _EMPTY
-        if self._listing.problem and not self._listing.entries:
-            rows.empty = "\n".join(f" {each}" for each in wrap(one_line(self._listing.problem), width - 2))
+        rows.empty = empty(self._listing, width)
+        hidden = f" {len(shown):,} of {len(self._listing.entries):,}" if self._filter.strip() else ""
+        self.query_one("#list").border_title = f"Capsules{hidden}"
         rows.set_rows(
             Lazy(
                 [each.path for each in shown],
@@ -234,23 +241,7 @@ class HomeScreen(Screen[None]):
         )
 
     def _head(self) -> None:
-        problem = self._problem
-        listing = self._listing
-        words = Text(f" llmconsole  {one_line(self.directory)}")
-        if listing is not None:
-            live = sum(each.status == "recording" for each in listing.entries)
-            count = len(listing.entries)
-            words.append(f"  {count:,} capsule{'' if count == 1 else 's'}" + (f", {live} live" if live else ""))
-            if listing.unread:
-                words.append(f", {listing.unread:,} still to read")
-            problem = problem or (listing.problem if listing.entries else "")
-        if self._paused:
-            words.append("  PAUSED (space goes on)", "bold yellow")
-        if problem:
-            words.append(f"  {one_line(problem)}", "bold yellow")
-        right = f"{time.strftime('%H:%M')}  ? help "
-        gap = max(1, self.app.size.width - words.cell_len - len(right))
-        words.append(" " * gap + right, "dim")
+        words = head(self.directory, self._listing, self._problem, self._paused, self.app.size.width)
         if words != self._shown_head:  # an unchanged line would still be sent to the terminal
             self._shown_head = words
             self.query_one("#where", Static).update(words)
@@ -324,6 +315,11 @@ class HomeScreen(Screen[None]):
         """Make a case of the capsule under the cursor."""
         if self._selected is not None and not self._selected.problem:
             self.console_app.resolve(self._selected)
+
+    def action_import(self) -> None:
+        """Make a capsule of the raw file under the cursor."""
+        if self._selected is not None:
+            self.console_app.make_capsule(self._selected)
 
     def action_export(self) -> None:
         """Write the report of the capsule under the cursor to a file."""

@@ -16,7 +16,7 @@ from textual.screen import Screen
 from textual.widgets import Button, Footer, Input, Static
 
 from ...casebook.cards import CLASSES
-from ...listing import Entry
+from ...entry import Entry
 from ...looks.types import CaseCard, ResolveDraft, ResolvePlan
 from ...text import one_line
 from ..actions import bindings
