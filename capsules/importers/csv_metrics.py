@@ -32,7 +32,7 @@ def sniff(source: Source) -> bool:
     delimiter, names = found
     keys = [folded(name) for name in names]
     cells = _cells(lines[1], delimiter)
-    numbers = [_number(cell) for cell in cells]
+    numbers = [_number(cell, delimiter) for cell in cells]
     return (
         len(cells) == len(names)
         and any(each is not None for each in numbers)
@@ -54,6 +54,7 @@ def read(source: Source, out: Run) -> None:
     if at_step is None:
         out.note("no column is a step: a step is the number of the row")
     naming = Naming()
+    naming.settle(_plain(name) for at, name in enumerate(names) if at not in (at_step, at_time))
     tag = _TAG.search(source.path.name) if tuple(keys) == _TENSORBOARD else None
     columns = [
         (at, naming(tag[1].replace("_", "/", 1) if tag and keys[at] == "value" else _plain(name)))
@@ -78,7 +79,7 @@ def read(source: Source, out: Run) -> None:
             continue
         time = _number(cells[at_time]) if at_time is not None and at_time < len(cells) else None
         for at, name in columns:
-            if at < len(cells) and (value := _number(cells[at])) is not None:
+            if at < len(cells) and (value := _number(cells[at], delimiter)) is not None:
                 out.scalar(name, step, value, time)
 
 
@@ -108,9 +109,14 @@ def _text(line: bytes) -> str:
     return line.decode("utf-8", "replace")
 
 
-def _number(cell: str) -> float | None:
+def _number(cell: str, delimiter: str = ",") -> float | None:
+    """A float. Where commas separate no cells, one in a number is its decimal point, else it groups thousands."""
     try:
         return float(cell)
+    except ValueError:
+        pass
+    try:
+        return float(cell.replace(",", "" if delimiter == "," or "." in cell else "."))
     except ValueError:
         return None
 

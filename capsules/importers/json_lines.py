@@ -41,6 +41,7 @@ def read(source: Source, out: Run) -> None:
     """Every number of every line, nested names joined by ``/``."""
     naming = Naming()
     step, counted = 0, False
+    settled: set[str] = set()
     for count, line in enumerate(source.lines()):
         if not line.strip():
             continue
@@ -59,13 +60,16 @@ def read(source: Source, out: Run) -> None:
         else:
             step = at
         counted = True
-        _write(out, naming, at, fields, keys)
+        said = (str(fields[keys[name]]).lower() for name in _SPLITS if name in keys)
+        before = "eval_" if any(each in _HELD_OUT for each in said) else ""
+        if before not in settled:
+            settled.add(before)
+            naming.settle((name for name, value in fields.items() if _number(value) is not None), before)
+        _write(out, naming, at, fields, keys, before)
 
 
-def _write(out: Run, naming: Naming, step: int, fields: dict[str, Any], keys: dict[str, str]) -> None:
+def _write(out: Run, naming: Naming, step: int, fields: dict[str, Any], keys: dict[str, str], before: str) -> None:
     time = next((each for name in TIMES if name in keys and (each := _time(fields[keys[name]])) is not None), None)
-    said = (str(fields[keys[name]]).lower() for name in _SPLITS if name in keys)
-    before = "eval_" if any(each in _HELD_OUT for each in said) else ""
     for name, value in fields.items():
         if folded(name) in STEPS or (folded(name) in TIMES and time is not None):
             continue

@@ -5,6 +5,9 @@ Only unmistakable names are translated; every other one is kept as it stands.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "loss": (
         "loss",
@@ -16,6 +19,15 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
         "train/lm_loss",
         "loss_train",
         "reduced_train_loss",
+        "total_loss",
+        "train/total_loss",
+        "loss/train/total",
+        "train/loss_step",
+        "train_loss_step",
+        "training/loss",
+        "batch_loss",
+        "train/ce_loss",
+        "train/crossentropyloss",
     ),
     "eval_loss": (
         "eval_loss",
@@ -28,6 +40,12 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
         "loss/eval",
         "valid/loss",
         "validation/loss",
+        "test_loss",
+        "test/loss",
+        "dev_loss",
+        "val/loss_epoch",
+        "val_loss_epoch",
+        "eval/eval_loss",
     ),
     "grad_norm": ("grad_norm", "gradient_norm", "gnorm", "train/grad_norm", "total_grad_norm", "norm"),
     "learning_rate": ("learning_rate", "lr", "train/lr", "train/learning_rate"),
@@ -36,6 +54,11 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "step_time": ("step_time", "step_time_s", "iter_time", "dt"),
 }
 _STANDARD = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings}
+_SUREST = {spelling: place for spellings in _SPELLINGS.values() for place, spelling in enumerate(spellings)}
+#: What monitors make of an optimizer's class: ``lr-AdamW``, ``lr-AdamW/pg1``, ``lr-DecoupledAdamW/group0``.
+_RATE = re.compile(r"(?:train/)?lr-[A-Z]\w{0,60}(?:/(?:pg1|group0|0))?$")
+#: A unit behind a name that is the standard one, too: ``loss (nats)``.
+_UNIT = re.compile(r"[ _]?[(\[](?:nats|nats/token|sec|seconds|s)[)\]]$")
 
 #: Names of the column or field that counts optimizer steps, the surest first.
 STEPS = (
@@ -62,7 +85,7 @@ def folded(name: str) -> str:
 
 def standard(name: str) -> str:
     """The standard name, or the name itself."""
-    return _STANDARD.get(folded(name), name)
+    return _STANDARD.get(_UNIT.sub("", folded(name))) or ("learning_rate" if _RATE.match(name.strip()) else name)
 
 
 def is_loss(name: str) -> bool:
@@ -71,11 +94,16 @@ def is_loss(name: str) -> bool:
 
 
 class Naming:
-    """Names for one file: two of its metrics never share a standard name, the first that claims it has it."""
+    """Names for one file: two of its metrics never share a standard name, the surest or the first one has it."""
 
     def __init__(self) -> None:
         self._named: dict[str, str] = {}
         self._taken: dict[str, str] = {}
+
+    def settle(self, names: Iterable[str], before: str = "") -> None:
+        """Give names that are known together: of ``total_loss`` and ``loss`` the latter is the loss."""
+        for name in sorted(names, key=lambda each: _SUREST.get(folded(each), len(_SUREST))):
+            self(name, before)
 
     def __call__(self, name: str, before: str = "") -> str:
         """The name under which a metric is kept; ``before`` is put before it, as ``eval_``."""
@@ -84,7 +112,9 @@ class Naming:
         if named is None:
             wanted = standard(name)
             wanted = standard(before + (wanted if wanted == "loss" else name)) if before else wanted
-            named = wanted if self._taken.setdefault(wanted, given) == given else given
+            named = wanted
+            while self._taken.setdefault(named, given) != given:
+                named = given if named != given and given not in self._taken else f"{named} (too)"
             if len(self._named) < 50_000:
                 self._named[given] = named
         return named

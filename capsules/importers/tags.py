@@ -74,8 +74,7 @@ class Names:
                 nested = lower.replace(".", "/")  # W&B joins nested keys by dots
                 common = standard(nested)
                 named = Named(tag or "(no tag)" if common == nested else common)
-            if self._taken.setdefault(named.name, tag) != tag:
-                named = Named(tag)
-                self._taken.setdefault(tag, tag)
+            while self._taken.setdefault(named.name, tag) != tag:
+                named = Named(tag if tag and tag not in self._taken else f"{named.name} (too)")
             self._known[tag] = named
         return named

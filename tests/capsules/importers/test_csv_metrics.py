@@ -17,7 +17,18 @@ class TestProducers:
         capsule = imported(text, name="metrics.csv")
         assert values(capsule, "loss") == [(49, 2.5)]
         assert values(capsule, "eval_loss") == [(99, 2.75)]
-        assert values(capsule, "lr-AdamW") == [(49, 0.001)]
+        assert values(capsule, "learning_rate") == [(49, 0.001)]
+
+    def test_units_in_headers_and_decimal_commas(self, imported: Imports):
+        capsule = imported("Step;Loss (nats);LR\n1;2,5;1e-4\n2;2,25;0,0001\n")
+        assert values(capsule, "loss") == [(1, 2.5), (2, 2.25)]
+        assert values(capsule, "learning_rate") == [(1, 1e-4), (2, 1e-4)]
+        assert values(imported('step,loss,tok/s\n1,2.5,"12,345"\n'), "throughput") == [(1, 12345.0)]
+
+    def test_of_two_columns_that_may_be_the_loss_the_surer_one_is(self, imported: Imports):
+        capsule = imported("step,total_loss,loss\n1,3.5,2.5\n")
+        assert values(capsule, "loss") == [(1, 2.5)]
+        assert values(capsule, "total_loss") == [(1, 3.5)]
 
     def test_the_export_of_one_tensorboard_series_is_named_by_its_file(self, imported: Imports):
         text = "Wall time,Step,Value\n1700000000.5,1,2.5\n1700000001.5,2,2.25\n"

@@ -18,6 +18,13 @@ def lines(*records: object) -> str:
 
 
 class TestNames:
+    def test_the_surer_of_two_names_is_the_loss_whatever_comes_first(self, imported: Imports):
+        capsule = imported(lines({"step": 1, "total_loss": 3.5, "loss": 2.5}, {"step": 2, "loss": 2.25}))
+        assert values(capsule, "loss") == [(1, 2.5), (2, 2.25)]
+        assert values(capsule, "total_loss") == [(1, 3.5)]
+        alone = imported(lines({"iteration": 20, "total_loss": 3.5, "loss_cls": 1.0}))
+        assert values(alone, "loss") == [(20, 3.5)]
+
     def test_steps_times_and_usual_names_become_standard(self, imported: Imports):
         capsule = imported(
             lines(
