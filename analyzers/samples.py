@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: A spread is never taken as smaller than this share of the median, or a memorised set has outliers everywhere.
 MIN_RELATIVE_SPREAD = 0.02
+#: Another sample whose excess is less than this share of the worst one's is not high with it: among seven ordinary
+#: samples of few tokens one stands at 3 σ now and then, where noise stands at 18.
+DWARFED = 0.25
 
 #: Ids beyond this many are left out of token frequencies.
 MOST_TOKENS = 1 << 19
@@ -195,7 +198,8 @@ def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float
     Args:
         step: samples of one step.
         before: samples of the trailing window (earlier steps only); may be empty.
-        far: robust standard deviations from which another sample of the step counts as far out, too.
+        far: robust standard deviations from which another sample of the step counts as far out, too, where its excess
+            is more than a quarter of the worst one's.
 
     Returns:
         None for an empty step.
@@ -220,7 +224,8 @@ def worst_sample(step: Sequence[Sample], before: Sequence[Sample], *, far: float
         excess = sample.loss - median
         z = excess / sigma
         usual_excess = float(past.max()) - median
-        alone = alone and not bool((finite_others > median + far * sigma).any())
+        dwarfed = DWARFED * excess if math.isfinite(excess) else 0.0
+        alone = alone and not bool((finite_others > median + max(far * sigma, dwarfed)).any())
     total = float(losses.sum())
     return Outlier(
         sample=sample,
