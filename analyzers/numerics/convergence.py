@@ -218,6 +218,8 @@ def _oscillation(capsule: Capsule, loss: Curve) -> Finding | None:
     if is_learned(loss, tail.level):
         return None
     rest = tail.residual()
+    if _one_jump(tail.curve.value - tail.level):
+        return None
     neighbours = float(np.corrcoef(rest[:-1], rest[1:])[0, 1])
     sampled = sampling_noise(capsule, tail.first)
     before = loss.where(loss.step < tail.first).value
@@ -256,6 +258,16 @@ def _oscillation(capsule: Capsule, loss: Curve) -> Finding | None:
         next=("a third of the learning rate, everything else as it was", "beta2 = 0.95, everything else as it was"),
         fix=("a lower learning rate or a longer warm-up", "a larger batch, where the samples explain the noise"),
     )
+
+
+def _one_jump(rest: Floats) -> bool:
+    """Whether values part into two levels, before and after one point, rather than swing around one."""
+    count = np.arange(1, len(rest))
+    before, whole = np.cumsum(rest)[:-1], float(rest.sum())
+    gain = before**2 / count + (whole - before) ** 2 / (len(rest) - count) - whole**2 / len(rest)
+    at = int(gain.argmax()) + 1
+    parted = max(spread(rest[:at])[1], spread(rest[at:])[1])
+    return parted < T.OSCILLATION_PARTED * spread(rest)[1]
 
 
 def _slope(tail: Tail) -> tuple[Evidence, ...]:

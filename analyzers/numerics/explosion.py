@@ -47,8 +47,8 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         Above 10 × the maximum of the first 100 steps (of all before it while there are fewer, at least 20), or above
-        100, above 3 × the recent median and with a loss that rises; NaN or Inf where no scaler skipped the step. A
-        single step after which norm and loss are ordinary again is info.
+        100, above 3 × the recent median and with a loss that rises; NaN or Inf where no scaler skipped the step and the
+        loss was finite up to it. A single step after which norm and loss are ordinary again is info.
 
     Looks like it but is not:
         The large gradients of the first steps and of a warm-up; norms that are large throughout, as with summed losses;
@@ -89,11 +89,16 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
             yield _explosion(at, norm, limit, test, lasting=True)
             return
         passed = passed or _explosion(at, norm, limit, test, lasting=False)
-    if lost.size:
+    if lost.size and not _lost_before(loss, int(lost[0])):
         norm = float(curve(capsule, "grad_norm").at(int(lost[0])))
         yield _explosion(int(lost[0]), norm, math.inf, "finite", lasting=True)
     elif passed is not None:
         yield passed
+
+
+def _lost_before(loss: Curve, step: int) -> bool:
+    """Whether the loss was not finite by then: the gradient of such a loss is no number, and that is all it says."""
+    return bool((~np.isfinite(loss.value[loss.step <= step])).any())
 
 
 def _loss_rises(loss: Curve, step: int) -> bool:

@@ -57,7 +57,7 @@ def lasting_rise(name: str, found: Curve) -> Rise | None:
     value = found.value
     if len(value) < T.EVALUATIONS:
         return None
-    best = int(np.argmin(value))
+    best = len(value) - 1 - int(np.argmin(value[::-1]))  # of equal ones, as few decimals make them, the last
     after = value[best + 1 :]
     if len(after) < T.EVALUATIONS_AFTER:
         return None

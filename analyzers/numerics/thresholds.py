@@ -193,8 +193,28 @@ RATE_SPENT: Final = 0.1
 #: Oscillation: noise of the tail as a share of its level, and beside what the spread of the samples explains.
 OSCILLATION_NOISE: Final = 0.1
 OSCILLATION_EXCESS: Final = 3.0
+#: … unless that noise falls below this share where the tail is parted at one step: it jumped and did not swing.
+OSCILLATION_PARTED: Final = 0.5
 #: … or beside the calmest stretch before; or correlation of neighbours (0 for noise, −1 for values that alternate).
 OSCILLATION_GROWN: Final = 4.0
 ALTERNATION: Final = -0.5
 #: A loss below this is no cross-entropy in nats (policy gradients, rewards) and is not judged.
 LOSS_LIKE: Final = 0.05
+
+# Evaluation.
+#: Root mean square by which the losses of one sample's tokens may differ in two batches, in units of roundoff times the
+#: size of the logits; and the least that counts, relative to that size (float32 in deep models).
+EVAL_ROUNDING: Final = 3.0
+EVAL_FLOOR: Final = 2e-5
+#: Repeats of a loss agree to this share of it; of other scores their range stays within so many standard errors.
+REPEAT_SHARE: Final = 2e-3
+REPEAT_ERRORS: Final = 4.0
+#: Share of tokens that two readings of one validation sample have in common from which it is one sample, changed.
+SAME_SAMPLE: Final = 0.5
+#: Rows of each split whose first token is compared, and the share of rows that is "all" and "none".
+OPENING_ROWS: Final = 8
+OPENING_ALL: Final = 0.9
+#: A score has fallen beyond this many standard errors of the difference, where noise alone would show such a fall in
+#: any of the evaluations with at most this probability.
+DROP_ERRORS: Final = 2.0
+DROP_CHANCE: Final = 0.05

@@ -63,6 +63,8 @@ def _zeros(loss: Curve, norm: Curve) -> Finding | None:
         return None
     sound = norm.finite().before(int(zero[0]), 1).step  # the norm may have been lost some points before
     onset, hint = _onset(loss, int(lost[lost > sound[0]][0]) if len(sound) else int(lost[0]))
+    if not hint and loss.interval > 1:
+        hint = f"at one of the steps {onset - loss.interval + 1:,} to {onset:,}, of which that point is the mean"
     return _finding(
         f"The loss is exactly 0.0 at {len(zero):,} points whose gradient norm is not finite, first at step {zero[0]:,}",
         onset,

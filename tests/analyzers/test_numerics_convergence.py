@@ -138,3 +138,10 @@ def test_healthy_curves_of_many_shapes_are_quiet(build, findings_of, seed):
     every = int(generator.choice([1, 10]))
     capsule = build(lambda w: w.scalars("loss", step=[every * at for at in range(count)], value=list(loss)))
     assert not [each for each in findings_of(RULE, capsule) if each.severity != "info"]
+
+
+@pytest.mark.quiet(RULE)
+def test_a_loss_that_jumped_once_and_stays_did_not_swing(build, findings_of):
+    loss = falling_loss(400)
+    loss[300:] = 6.5 + noise(100, 0.2)
+    assert not findings_of(RULE, build(scalars(loss=loss)))

@@ -41,6 +41,13 @@ def test_three_epochs_of_fine_tuning_suffice(build, findings_of):
 
 
 @pytest.mark.fires(RULE)
+def test_of_equal_best_evaluations_the_last_counts(build, findings_of):
+    """Two decimals make many of them equal."""
+    (finding,) = findings_of(RULE, build(run(eval_loss=[0.9, 0.7, 0.7, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95])))
+    assert finding.where.step == 500
+
+
+@pytest.mark.fires(RULE)
 def test_groups_are_one_finding_at_the_earliest(build, findings_of):
     rising, later = [1.5, 1.6, 1.7, 1.9, 2.2, 2.5], [1.5, 1.4, 1.3, 1.5, 1.8, 2.1]
     falling = [1.5, 1.4, 1.3, 1.2, 1.1, 1.0]

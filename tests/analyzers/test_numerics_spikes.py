@@ -301,3 +301,11 @@ def test_in_a_sparse_log_five_points_are_left_to_recover(build, findings_of, poi
     capsule = build(lambda w: w.scalars("loss", step=[100 * at for at in range(240)], value=list(loss)))
     (finding,) = findings_of(SPIKE, capsule)
     assert (finding.severity, finding.where.step) == (severity, 15_000)
+
+
+@pytest.mark.quiet(EXPLOSION)
+@pytest.mark.parametrize(("lost", "quiet"), [(150, True), (151, False)])
+def test_the_gradient_of_a_loss_that_is_no_number_is_no_explosion(build, findings_of, lost, quiet):
+    loss, norm = falling_loss(200), falling_norm(200)
+    loss[lost:] = norm[150:] = math.nan
+    assert (not findings_of(EXPLOSION, build(scalars(loss=loss, grad_norm=norm)))) is quiet
