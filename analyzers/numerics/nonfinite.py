@@ -34,6 +34,7 @@ LOGGED_TOGETHER = ("memory_allocated", "memory_reserved", "memory_peak", "step_t
         "data/poison-sample",
         "data/token-out-of-vocabulary",
         "objective/all-masked",
+        "optimizer/overflow-step-applied",
     ),
 )
 def first_nonfinite_tensor(capsule: Capsule) -> Iterator[Finding]:
