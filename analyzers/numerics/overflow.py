@@ -233,7 +233,12 @@ def _tensor_finding(stats: Any, found: Overflow) -> Finding:
             f"{name} ({stats.role[row]}): {measure} {path} → {largest:,.0f} by step {step}; float16 ends at 65,504."
         )
     evidence = [
-        Evidence(name="absmax", value=largest, expected=f"< {FLOAT16_NEAR:.0f}", note="largest finite element"),
+        Evidence(
+            name="absmax",
+            value=largest,
+            expected=f"< {FLOAT16_NEAR:,.0f}",
+            note="largest finite element; half of what float16 can hold is the margin",
+        ),
         Evidence(name="largest float16", value=LIMIT),
         Evidence(
             name=f"{measure} over the steps",

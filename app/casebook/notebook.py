@@ -140,7 +140,8 @@ def begin(report: CapsuleReport, phase: str, trigger: str, now: datetime) -> Not
         if any(known.rule == each.rule for known in found):
             continue
         test = each.next[0] if each.next else ""
-        claim = f"{each.title}: {each.cause}" if each.cause else each.title
+        cause = each.cause or ""
+        claim = each.title if cause.casefold() in ("", each.title.casefold()) else f"{each.title}: {cause}"
         found.append(Hypothesis(id=0, claim=claim, test=test, rule=each.rule, source="rule"))
     if not found:
         kind = "resources" if trigger == "oom" else "evaluation" if phase == "evaluation" else "not-converging"

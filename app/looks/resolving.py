@@ -72,9 +72,7 @@ def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = No
         if own:
             values |= _from_card(own[-1])
         elif alike := [card.id for card in known if card.id in ids]:
-            notes.append(
-                f"Filled from report and HEAD. Cases alike: {', '.join(alike)} (look them up before you write)"
-            )
+            notes.append(f"Filled from report and HEAD. Cases alike: {', '.join(alike)} (esc, then c: read them first)")
     except ResolveError as error:
         notes.append(str(error))
     return ResolveDraft(values=values, repository=root, head=head, note="; ".join(notes))

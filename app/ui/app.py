@@ -7,11 +7,12 @@ import contextlib
 import gc
 import signal
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from textual import on
+from textual import events, on
 from textual.app import App
 from textual.binding import BindingType
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 #: Dark, light, and the terminal's own palette.
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
+
+
+#: Seconds in which a message is read.
+_READ = 1.0
 
 
 class Console(App[None]):
@@ -104,6 +109,14 @@ class Console(App[None]):
             from .importing import imported
 
             imported(self, answer)
+
+    async def on_event(self, event: events.Event) -> None:
+        """With the next key goes what has been read, or it would lie over fields and curves."""
+        if isinstance(event, events.Key):
+            for each in list(self._notifications):
+                if time.time() - each.raised_at > (_READ if each.severity == "information" else 3 * _READ):
+                    self._unnotify(each)
+        await super().on_event(event)
 
     def _draw_again(self, _: object) -> None:
         """Whoever had the terminal meanwhile has left nothing of the picture."""

@@ -156,11 +156,12 @@ class CapsuleScreen(Screen[None]):
 
     def _tabs(self, number: int) -> None:
         named = [view for view, _ in VIEWS]
-        # Where not all names have room, those of views without evidence go first, then all but the open one.
-        for keep in (named, [each for each in named if self._has(each)], []):
-            line = Text(" ")
+        # Where not all names have room, those of views without evidence go, then blanks, then all but the open one.
+        there = [each for each in named if self._has(each)]
+        for keep, margin in ((named, " "), (there, " "), (there, ""), ([], "")):
+            line = Text(margin)
             for index, view in enumerate(named, start=1):
-                words = f" {index} {view.name_} " if view in keep or index == number else f" {index} "
+                words = f" {index} {view.name_}{margin}" if view in keep or index == number else f" {index}{margin}"
                 line.append(words, "reverse" if index == number else "" if self._has(view) else "dim")
             if line.cell_len <= self.app.size.width:
                 break

@@ -35,6 +35,7 @@ _NEED = tuple(STATES)
 #: What the list says of a capsule that no trigger ended.
 _ENDS = {"stale": "silent", "crashed": "died"}
 
+_NAME = " llmconsole  "
 _EMPTY = """
  No capsule, no log here yet.
 
@@ -145,7 +146,7 @@ def empty(listing: Listing, width: int) -> str:
 
 def head(directory: Path, listing: Listing | None, problem: str, paused: bool, width: int) -> Text:
     """The first line: where one is, how much there is, what is wrong, what time it is."""
-    words = Text(f" llmconsole  {one_line(directory)}")
+    words = Text()
     if listing is not None:
         live = sum(each.status == "recording" for each in listing.entries)
         raw = sum(each.status == RAW for each in listing.entries)
@@ -160,7 +161,10 @@ def head(directory: Path, listing: Listing | None, problem: str, paused: bool, w
     if problem:
         words.append(f"  {one_line(problem)}", "bold yellow")
     right = f"{time.strftime('%H:%M')}  ? help "
-    words.truncate(max(1, width - len(right) - 1), overflow="ellipsis")
+    room = width - len(right) - 1 - len(_NAME)
+    where = keep_tail(one_line(directory), max(16, room - words.cell_len))  # what there is matters more
+    words = Text(f"{_NAME}{where}") + words
+    words.truncate(len(_NAME) + room, overflow="ellipsis")
     words.append(" " * max(1, width - words.cell_len - len(right)) + right, "dim")
     return words
 

@@ -69,6 +69,7 @@ class HomeScreen(Screen[None]):
         self._paused = False
         self._restored = False
         self._shown_head = Text()
+        self._on_top = ""  # the row that the cursor was put on, as nobody has chosen one
         self._expected = ("", "")  # a capsule about to be listed, and the raw file it was made of
 
     @property
@@ -154,7 +155,9 @@ class HomeScreen(Screen[None]):
                 self._ask_curves(now)
             if not self._restored:
                 self._restored = True
-                self._rows.select(self.console_app.state.capsule)
+                chosen = self.console_app.state.capsule
+                if not self._rows.select(chosen) and self._shown:
+                    self._on_top = self._shown[0].path
             self.console_app.link.jobs = {each.path: each.files for each in self._listing.entries if each.files}
             self._arrived()
             self._look_ahead()
@@ -189,9 +192,20 @@ class HomeScreen(Screen[None]):
 
     def _analysed(self, path: str) -> None:
         self._fill()
+        self._stay_on_top()
         self._look_ahead()
         if self._selected is not None and self._selected.path == path:
             self._show_report(self._selected)
+
+    def _stay_on_top(self) -> None:
+        """While the first verdicts come and nobody has chosen a row, the cursor is on the one that needs it most."""
+        if self._on_top and self._shown and self._selected is not None and self._selected.path == self._on_top:
+            self._on_top = self._shown[0].path
+            self._rows.select(self._on_top)
+
+    def on_key(self) -> None:
+        """From the first key on the cursor stays where it is."""
+        self._on_top = ""
 
     def _drawn(self, answer: Answer) -> None:
         if self._selected is None or answer.params["path"] != self._selected.path:

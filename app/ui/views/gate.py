@@ -30,6 +30,7 @@ class GateView(View):
     """What proves the fix of the case that this incident was resolved as."""
 
     name_ = "gate"
+    channel = "table"  # git may take its time, and so may the verdicts that are being made meanwhile
     signs = "✓ passed  ✗ failed  ! nothing shown  – left out, with a reason  ▸ running  · not run"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("gate")]
     DEFAULT_CSS = """
@@ -39,6 +40,7 @@ class GateView(View):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._look: GateLook | None = None
+        self._to_run = False  # as soon as the file was read again
         self._at = 0
 
     @property
@@ -61,17 +63,21 @@ class GateView(View):
 
     def reload(self) -> None:
         """Ask for file, last run and record."""
-        self.ask("gate", repository=str(self._main.repository), channel="verdict")
+        self.ask("gate", repository=str(self._main.repository))
 
     def answered(self, answer: Answer) -> None:
         """Draw it."""
         self._look = msgspec.convert(answer.result, GateLook)
+        if self._to_run and answer.method == "gate":
+            self._to_run = False
+            self._start()
         if answer.method == "gate_init" and not self._look.problem.startswith(f"{self._look.file} is there"):
             self.notify(f"wrote {one_line(self._look.file)}; edit it, then t runs it", timeout=6, markup=False)
         self._draw()
 
     def failed(self, problem: str) -> None:
         """Say it in place of the page."""
+        self._to_run = False
         self.query_one("#page", Static).update(f" {one_line(problem)}")
 
     def on_resize(self, event: events.Resize) -> None:
@@ -102,11 +108,16 @@ class GateView(View):
 
     def action_init(self) -> None:
         """Write the gate's file."""
-        if self._look is not None and self._look.case:
-            self.ask("gate_init", repository=str(self._main.repository), channel="verdict")
+        if self._ready():
+            self.ask("gate_init", repository=str(self._main.repository))
 
     def action_run(self) -> None:
         """Run the gate, or say what is missing."""
+        if self._ready():
+            self._to_run = True  # it may have been edited since
+            self.reload()
+
+    def _start(self) -> None:
         if self._look is None or not self._look.case:
             return
         if self._look.plan is None:
@@ -118,8 +129,19 @@ class GateView(View):
 
     def action_stop(self) -> None:
         """End the run."""
-        if self._look is not None:
-            self._main.gates.stop(self._look.case)
+        run = self._main.gates.of(self._look.case) if self._look is not None else None
+        if run is None or run.ended:
+            self.notify("nothing is running", timeout=3)
+        else:
+            self._main.gates.stop(run.case)
+
+    def _ready(self) -> bool:
+        """Whether there is a case to act on; where not, it is said."""
+        if self._look is None:
+            self.notify("still reading; once more in a moment", timeout=3)
+        elif not self._look.case:
+            self.notify(one_line(self._look.problem), severity="warning", timeout=6, markup=False)
+        return self._look is not None and bool(self._look.case)
 
 
 def page(look: GateLook, run: GateRun | None, at: int, width: int, height: int) -> list[Text]:

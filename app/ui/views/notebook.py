@@ -22,6 +22,8 @@ from ..screens.filling import FillScreen
 from .base import View
 
 _SIGNS = {"supported": ("✓", "bold green"), "refuted": ("✗", "red"), "undecided": ("?", "yellow")}
+#: Questions that rules answer, which takes seconds.
+_RULES = ("notebook_open", "notebook_test")
 _VERDICTS = ("supported", "refuted", "undecided")
 
 
@@ -29,7 +31,7 @@ class NotebookView(View):
     """The clock above, hypotheses below; what was written down stays in the capsule's directory."""
 
     name_ = "notebook"
-    channel = "verdict"
+    channel = "table"  # a line is written down at once, whatever verdicts are being made meanwhile
     signs = "✓ supported  ✗ refuted  ? undecided"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("notebook")]
     DEFAULT_CSS = """
@@ -41,6 +43,7 @@ class NotebookView(View):
         self._book: Notebook | None = None
         self._at = 0
         self._top = 0
+        self._doing = ""  # what the rules are asked, until they answer
 
     @property
     def twin(self) -> str:
@@ -61,6 +64,8 @@ class NotebookView(View):
 
     def answered(self, answer: Answer) -> None:
         """Draw it; what was written by us is at the cursor."""
+        if answer.method in _RULES:
+            self._doing = ""
         before = len(self._book.hypotheses) if self._book is not None else 0
         self._book = msgspec.convert(answer.result, Notebook)
         added = len(self._book.hypotheses) - before
@@ -70,9 +75,11 @@ class NotebookView(View):
 
     def failed(self, problem: str) -> None:
         """Say it and keep the page."""
+        self._doing = ""
         self.notify(one_line(problem), severity="warning", markup=False)
         if self._book is None:
             self.query_one("#page", Static).update(f" {one_line(problem)}")
+        self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
         """Lines are as long as the screen is wide."""
@@ -83,7 +90,7 @@ class NotebookView(View):
             return
         now = datetime.now(UTC)
         self._at = max(0, min(self._at, len(self._book.hypotheses) - 1))
-        head = clock(self._book, now, self.size.width)
+        head = clock(self._book, now, self.size.width, self._doing)
         lines, first, last = page(self._book, self._at, self.size.width)
         room = max(1, self.size.height - len(head))
         if last >= self._top + room:
@@ -106,14 +113,16 @@ class NotebookView(View):
 
     def action_start(self) -> None:
         """Open the incident: the clock starts, and the rules suggest hypotheses."""
-        if self._book is not None and self._book.opened:
-            self.notify("the clock runs already", timeout=3)
+        if self._doing or (self._book is not None and self._book.opened):
+            self.notify(self._doing or "the clock was started already", timeout=3, markup=False)
             return
         from ..app import Console
 
         kept = cast(Console, self.app).reports.of(self.path)
         report = msgspec.to_builtins(kept.report) if kept is not None and kept.report is not None else None
-        self.ask("notebook_open", report=report)
+        self._doing = "starting …"
+        self._draw()
+        self.ask("notebook_open", channel="table" if report is not None else "verdict", report=report)
 
     def action_hypothesis(self) -> None:
         """Write a hypothesis down."""
@@ -140,8 +149,12 @@ class NotebookView(View):
     def action_test(self) -> None:
         """Run the rule of the chosen hypothesis; without one, write down what a test showed."""
         if self._chosen is not None and self._chosen.rule:
-            self.notify(f"running {self._chosen.rule} …", timeout=2, markup=False)
-            self.ask("notebook_test", number=self._chosen.id)
+            if self._doing:
+                self.notify(self._doing, timeout=3, markup=False)
+                return
+            self._doing = f"running {one_line(self._chosen.rule)} …"
+            self._draw()
+            self.ask("notebook_test", channel="verdict", number=self._chosen.id)
         else:
             self.action_experiment()
 
@@ -153,20 +166,25 @@ class NotebookView(View):
         self.app.push_screen(FillScreen(title, fields, required), filled)
 
 
-def clock(book: Notebook, now: datetime, width: int) -> list[Text]:
-    """Status and time, and after thirty minutes the way back."""
+def clock(book: Notebook, now: datetime, width: int, doing: str = "") -> list[Text]:
+    """Status and time, what goes on, and after thirty minutes the way back."""
     line = Text(" ")
     seconds = book.seconds(now)
     if seconds is None:
         line.append("not opened", "bold")
         line.append("   s starts the clock and has the rules suggest hypotheses", "dim")
     else:
-        line.append(book.status, "bold")
-        word = "located in" if book.located else "open for"
-        line.append(f"   {word} {books.duration(seconds)}", "bold yellow" if book.late(now) else "")
+        word = "located" if book.located else "open"
+        if book.status != word:
+            line.append(f"{book.status}   ", "bold")
+        line.append(word, "bold")
+        went = "in" if book.located else "for"
+        line.append(f" {went} {books.duration(seconds)}", "bold yellow" if book.late(now) else "")
         line.append(f"   target {books.duration(books.TARGET)}", "dim")
     if book.case:
         line.append(f"   case {one_line(book.case)}", "cyan")
+    if doing:
+        line.append(f"   {doing}", "bold cyan")
     found = [line]
     if book.late(now):
         found += [Text(f" {each}", "yellow") for each in wrapped(books.WAY_BACK, width - 2)]
