@@ -194,7 +194,12 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
         )
     if math.isfinite(outlier.z):
         evidence += [
-            Evidence(name="z", value=outlier.z, expected=f"≤ {T.FAR_SIGMA:g}", unit="robust σ"),
+            Evidence(
+                name="z",
+                value=outlier.z,
+                expected=_broken(outlier.z > T.FAR_SIGMA, f"≤ {T.FAR_SIGMA:g}"),
+                unit="robust σ",
+            ),
             Evidence(
                 name="largest of the window",
                 value=outlier.median + outlier.usual_excess,
@@ -207,18 +212,19 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
             Evidence(
                 name="share of the step's loss",
                 value=outlier.share,
-                expected=f"≤ {T.LOSS_SHARE:g}",
+                expected=_broken(outlier.share > T.LOSS_SHARE, f"≤ {T.LOSS_SHARE:g}"),
                 note=f"{1 / (outlier.others + 1):.3g} where all are alike",
             )
         )
     if guess is not None:
         evidence.append(Evidence(name="uniform guess", value=guess, unit="nats/token", note="ln of the vocabulary"))
     if variety is not None:
+        fewest = T.REPETITIVE * variety[1]
         evidence.append(
             Evidence(
                 name="distinct tokens",
                 value=variety[0],
-                expected=f"≥ {T.REPETITIVE * variety[1]:.3g}",
+                expected=_broken(variety[0] < fewest, f"≥ {fewest:.3g}"),
                 note=f"share of its tokens; at least {variety[1]:.3g} in the others",
             )
         )
@@ -248,3 +254,8 @@ def _finding(capsule: Capsule, outlier: Outlier, reason: str, guess: float | Non
         ),
         fix=("drop or repair it, and look for others of its source", "clip the gradient norm"),
     )
+
+
+def _broken(is_broken: bool, limit: str) -> str | None:
+    """The limit that a number broke; one that holds would be read as the reason."""
+    return limit if is_broken else None
