@@ -1,4 +1,4 @@
-"""What a job's arguments say about it: Megatron-LM's and transformers' names to fields of the manifest."""
+"""What a job's arguments say about it: Megatron-LM's, DeepSpeed's and transformers' names to fields of the manifest."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def stated_by(arguments: Mapping[str, Any]) -> dict[str, Any]:
     tied = _flag(arguments.get("tie_word_embeddings"))
     untied = _flag(arguments.get("untie_embeddings_and_output_weights"))
     _put(stated, "model.tied_embeddings", tied if untied is None else not untied)
+    _put(stated, "training.schedule.total_steps", _count(arguments.get("lr_decay_iters")) or None)
+    _put(stated, "training.schedule.warmup_steps", _warmup_by_share(arguments))
     beta1, beta2 = _number(arguments.get("adam_beta1")), _number(arguments.get("adam_beta2"))
     if beta1 is not None and beta2 is not None:
         _put(stated, "training.optimizer.betas", [beta1, beta2])
@@ -51,6 +53,13 @@ def _accumulation(arguments: Mapping[str, Any]) -> int | None:
     if not whole or not micro or not ranks or ramps or whole % (micro * ranks):
         return None
     return whole // (micro * ranks)
+
+
+def _warmup_by_share(arguments: Mapping[str, Any]) -> int | None:
+    """Megatron-LM's share of the decay that is warm-up, in steps."""
+    share = _number(arguments.get("lr_warmup_fraction"))
+    total = _count(arguments.get("lr_decay_iters")) or _count(arguments.get("train_iters"))
+    return round(share * total) if share is not None and 0 <= share <= 1 and total else None
 
 
 def _number(value: Any) -> float | None:
