@@ -25,6 +25,7 @@ from llmconsole.capsules import Capsule
 
 from tests.training.lab.faults import FAULTS, HONEST, Fault
 from tests.training.lab.loop import Lab, record
+from tests.training.lab.variants import ALSO_HONEST, OTHER_FORMS
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -55,9 +56,10 @@ def main(seeds: int = 5) -> int:
     """Print both tables."""
     torch.set_num_threads(1)
     start, runs = time.perf_counter(), 0
-    print(f"{len(FAULTS)} faults, {len(HONEST)} honest forms, {seeds} seeds")
+    forms, honest_forms = FAULTS | OTHER_FORMS, HONEST | ALSO_HONEST
+    print(f"{len(FAULTS)} faults and {len(OTHER_FORMS)} other forms, {len(honest_forms)} honest runs, {seeds} seeds")
     print(f"{'fault':36}{'rule':34}{'precision':12}{'named':>7}{'sure':>7}")
-    for name, fault in FAULTS.items():
+    for name, fault in forms.items():
         for precision, labs in variants(fault.lab, seeds).items():
             said = Counter(verdict(fault, report_on(lab)) for lab in labs)
             runs += len(labs)
@@ -67,7 +69,7 @@ def main(seeds: int = 5) -> int:
                 f"{name:36}{fault.rule:34}{precision:12}{named:5}/{seeds}{said['sure']:5}/{seeds}  {other}", flush=True
             )
     print(f"\n{'honest run':48}{'precision':12}{'alarms':>8}")
-    for name, honest in HONEST.items():
+    for name, honest in honest_forms.items():
         for precision, labs in variants(honest, seeds).items():
             found = [{each.rule for each in report_on(lab).findings if each.severity in ALARMS} for lab in labs]
             runs += len(labs)
