@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from .finding import Evidence, Finding, Where
-from .registry import rule
+from .registry import NotJudged, rule
 
 if TYPE_CHECKING:
     from ..capsules import Capsule
     from ..capsules.damage import Damage
+
+#: Seconds after its last event in which a file without a step may belong to a job that is still starting.
+STARTING = 600.0
 
 
 @rule("capsule/not-replayable", stage="capture", kind="hygiene", severity="info")
@@ -136,6 +140,91 @@ def _last_step(capsule: Capsule) -> int | None:
     ends += [int(stats.step.max())] if len(stats) else []
     ends += [each.step for each in capsule.batches()]
     return max(ends, default=None)
+
+
+@rule(
+    "capsule/nothing-logged",
+    stage="capture",
+    severity="warning",
+    needs=("manifest.trigger.kind", "records.events.message|scalars.loss|scalars.tokens"),
+)
+def nothing_logged(capsule: Capsule) -> Iterator[Finding]:
+    """A log announces a run and holds no step.
+
+    What it checks:
+        Imported files that were opened for a run and in which nothing was ever reported.
+    Why it matters:
+        Such a job did not go wrong in training: it ended before the first report, and its reason stands elsewhere.
+    How it decides:
+        The importer found the beginning of a file and not a single number. Undetermined, for the file cannot say why.
+        A remark where other files of the job hold steps, or where the file was begun within the ten minutes before it
+        was read.
+    Looks like it but is not:
+        A file with one step; the empty file of a rank that leaves reporting to another; a job that is still loading
+        data or compiling.
+    What to try next:
+        The standard error of the job and the scheduler's accounting at the time of the file; files of later attempts in
+        the same directory.
+    Fix:
+        None in the log. Let the job write its exception beside it, and log the first step at once.
+    """
+    if capsule.manifest.trigger is None or capsule.manifest.trigger.kind != "imported":
+        raise NotJudged("files that were imported: a recording says itself how it ended")
+    silent = [each for each in capsule.records("events") if each.get("type") == "nothing_logged"]
+    if not silent:
+        return
+    others = _last_step(capsule)
+    names = [str(each.get("message") or "").partition(":")[0] for each in silent]
+    about = {str(each.get("path") or "").rpartition("/")[2]: each for each in _imported(capsule)}
+    ages = [age for each in silent if (age := _age(each, about, capsule.manifest.created)) is not None]
+    fresh = bool(ages) and min(ages) < STARTING
+    mild = others is not None or fresh
+    if others is not None:
+        more = f" Other files of the job reach step {others:,}: it was started again, or another rank reports."
+    elif fresh:
+        more = f" It was begun {min(ages):.0f} s before it was read: the job may still be starting."
+    else:
+        more = " The job died, or was stopped, before its first step."
+    yield Finding(
+        title="The job ended before its first step" if not mild else "One file of the job holds no step",
+        summary=f"{', '.join(names[:3])} announces a run and holds no number.{more}",
+        severity="info" if mild else None,
+        kind="hygiene" if mild else None,
+        confidence="undetermined",
+        evidence=(
+            Evidence(name="steps in the file", value=0, expected="≥ 1", note=", ".join(names[:6])),
+            *(
+                Evidence(name="size of the file", value=about[name].get("bytes"), unit="bytes", note=name)
+                for name in names[:6]
+                if name in about
+            ),
+        ),
+        next=(
+            "read the standard error of the job, of every rank: what it says last is the reason",
+            "ask the scheduler how it ended (sacct, kubectl describe): exit status, signal, out of memory, time limit",
+            "look for files of a later attempt in the same directory",
+        ),
+        fix=("let the job write its exception beside its log",),
+    )
+
+
+def _imported(capsule: Capsule) -> list[dict[str, Any]]:
+    """What the importer noted of each file."""
+    imported = capsule.manifest.raw.get("imported")
+    files = imported.get("files") if isinstance(imported, dict) else None
+    return [each for each in files if isinstance(each, dict)] if isinstance(files, list) else []
+
+
+def _age(event: dict[str, Any], about: dict[str, dict[str, Any]], created: str | None) -> float | None:
+    """Seconds from the last event in a file, else from its last write (a copy's is its own), to its import."""
+    file = about.get(str(event.get("message") or "").partition(":")[0], {})
+    modified = event.get("t", file.get("modified"))
+    if not isinstance(modified, int | float) or created is None:
+        return None
+    try:
+        return max(0.0, datetime.fromisoformat(created).timestamp() - modified)
+    except ValueError:
+        return None
 
 
 def _words(value: object) -> str:

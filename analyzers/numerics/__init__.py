@@ -5,7 +5,9 @@ are in ``thresholds``; ``symptoms`` says when a run left its path, which several
 """
 
 from . import (
+    capability,
     convergence,
+    evaluation,
     explosion,
     gradients,
     layers,
@@ -13,13 +15,17 @@ from . import (
     nonfinite,
     overfitting,
     overflow,
+    padding,
     precision,
+    preprocessing,
     reporting,
     spikes,
 )
 
 __all__ = [
+    "capability",
     "convergence",
+    "evaluation",
     "explosion",
     "gradients",
     "layers",
@@ -27,7 +33,9 @@ __all__ = [
     "nonfinite",
     "overfitting",
     "overflow",
+    "padding",
     "precision",
+    "preprocessing",
     "reporting",
     "spikes",
 ]

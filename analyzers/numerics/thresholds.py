@@ -214,7 +214,5 @@ SAME_SAMPLE: Final = 0.5
 #: Rows of each split whose first token is compared, and the share of rows that is "all" and "none".
 OPENING_ROWS: Final = 8
 OPENING_ALL: Final = 0.9
-#: A score has fallen beyond this many standard errors of the difference, where noise alone would show such a fall in
-#: any of the evaluations with at most this probability.
-DROP_ERRORS: Final = 2.0
+#: A score has fallen where noise alone would show such a fall in any of the evaluations with at most this probability.
 DROP_CHANCE: Final = 0.05

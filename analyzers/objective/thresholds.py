@@ -69,3 +69,19 @@ ENTROPY_WITHIN: Final = 0.1
 # Vocabulary.
 #: Norm of an embedding row, relative to the median row, below which it was never trained.
 UNTRAINED_ROW: Final = 0.1
+
+# Slices.
+#: Rise of a part as a share of its loss that is more than the swing of a checkpoint.
+SLICE_RISE: Final = 0.03
+#: Probability with which noise alone may show such a rise in any part at any point; of scores in any slice.
+SLICE_CHANCE: Final = 0.01
+SLICE_SCORE_CHANCE: Final = 0.05
+#: Fewest samples of a part on each side: the same ones twice, and different ones.
+SLICE_PAIRS: Final = 5
+SLICE_SAMPLES: Final = 12
+#: Evaluations up to which each stands for itself; stretches that more of them, or training, are cut to; parts.
+SLICE_POINTS: Final = 5
+SLICE_BLOCKS: Final = 4
+MOST_SLICES: Final = 64
+#: A domain is absent where chance would leave it out with at most this probability.
+ABSENT_CHANCE: Final = 0.01

@@ -101,6 +101,7 @@ class _Reader:
         self._texts: dict[str, str] = {}
         self._others: dict[str, int] = {}
         self._seen = 0
+        self._latest = 0.0  # wall time of an event
         self._samples: set[str] = set()
 
     def read(self, source: Source) -> None:
@@ -136,6 +137,7 @@ class _Reader:
     def _decode_alike(self, rows: Array, places: Array, width: int) -> None:
         """Events whose steps are ``width`` bytes wide (0: left out, as protocol buffers do for zero)."""
         wall = np.ascontiguousarray(rows[:, 1:9]).view("<f8").ravel()
+        self._latest = max(self._latest, float(wall[-1]))
         step = np.zeros(len(rows), np.uint64)
         for byte in range(width):
             step |= (rows[:, 10 + byte] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * byte)
@@ -235,7 +237,8 @@ class _Reader:
             out.manifest({**stated_by(arguments), "config": arguments})
         if not self._seen:
             message = "no scalar was logged: the job ended, or was stopped, before its first report"
-            out.event("log", level="warning", message=f"{name}: {message}")
+            began = self._latest if 0 < self._latest < float("inf") else None
+            out.event("log", level="warning", type="nothing_logged", message=f"{name}: {message}", t=began)
             out.note(message)
         if self._samples:
             out.note("the steps of the series named '… vs samples' count samples", len(self._samples))
