@@ -56,7 +56,8 @@ class Micro:
         losses = self._remember(table, lambda: self.scores.losses(targets, everywhere, noise, self.tokens[:, 1:]))
         sums = self._remember(("sums", shift, positions, noise), lambda: np.where(counted, losses, 0.0).sum(axis=1))
         divisor = self._remember(
-            ("divisor", shift, positions, denominator), lambda: self._denominator(shift, denominator, counted)
+            ("divisor", shift, positions, denominator),
+            lambda: self._denominator(shift, positions, denominator, counted),
         )
         return sums, divisor
 
@@ -67,7 +68,7 @@ class Micro:
 
     def divided_by(self, shift: str, positions: str, denominator: str) -> Mask:
         """Positions that the denominator counts [B, T]: what is scored, or what a slip would divide by."""
-        return self._divided_by(shift, denominator, self._counted(shift, positions)[0])
+        return self._divided_by(shift, positions, denominator, self._counted(shift, positions)[0])
 
     @property
     def outside(self) -> Mask:
@@ -130,31 +131,45 @@ class Micro:
             return np.where(decides >= 0, mask.reshape(-1)[decides], False)
 
         supervised = at(self.supervised)
-        extra = {
-            "pads": lambda: at(self.padding),
-            "prompt": lambda: at(self.prompt),
-            "tool": lambda: at(self.tool),
-            "boundary": lambda: at(self.masked_starts),
-            "all": lambda: at(self.padding | self.outside),
-        }
-        if positions in extra:
-            return supervised | extra[positions](), targets
+        if positions in ("pads", "prompt", "tool", "boundary", "all"):
+            return supervised | at(self._extra(positions)), targets
         if positions == "inside-documents" and self.boundary is not None:
             return supervised & ~at(self.boundary), targets
         if positions == "ignored-label":
             return index >= 0, np.where(supervised, targets, self.ignore_index)
         return supervised, targets
 
-    def _denominator(self, shift: str, denominator: str, counted: Mask) -> Floats:
-        """Denominator of each row [B]."""
-        return self._divided_by(shift, denominator, counted).sum(axis=1).astype(np.float64)
+    def _extra(self, positions: str) -> Mask:
+        """[B, T + 1], tokens that are scored beside the supervised ones."""
+        match positions:
+            case "pads":
+                return self.padding
+            case "prompt":
+                return self.prompt
+            case "tool":
+                return self.tool
+            case "boundary":
+                return self.masked_starts
+            case "all":
+                return self.padding | self.outside
+            case _:
+                return np.zeros_like(self.supervised)
 
-    def _divided_by(self, shift: str, denominator: str, counted: Mask) -> Mask:
+    def _denominator(self, shift: str, positions: str, denominator: str, counted: Mask) -> Floats:
+        """Denominator of each row [B]."""
+        return self._divided_by(shift, positions, denominator, counted).sum(axis=1).astype(np.float64)
+
+    def _divided_by(self, shift: str, positions: str, denominator: str, counted: Mask) -> Mask:
         _, decides, index = self._remember(("aligned", shift), lambda: self._aligned(shift))
         if denominator == "grid":
             return index >= 0
         if denominator == "padded-grid":
             return np.ones_like(counted)
+        if denominator == "labels":
+            # The label of a row's first token is nobody's target; the row's end, which scores nothing, stands for it.
+            every = counted.copy()
+            every[:, -1] |= (self.supervised | self._extra(positions))[:, 0]
+            return every
         if denominator == "attended":
             return (index >= 0) & ~np.where(decides >= 0, self.padding.reshape(-1)[decides], False)
         return counted

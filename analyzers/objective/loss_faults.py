@@ -23,7 +23,7 @@ class LossSpec:
     Attributes:
         shift: which token a position is scored on (``Micro`` explains the names).
         positions: supervised; inside-documents; with pads, prompt, tool, boundary or all added; ignored-label.
-        denominator: counted, grid, padded-grid, attended.
+        denominator: counted, grid, padded-grid, attended, labels (also those that no position is scored on).
         reduction: token-mean, sequence-mean, sum, micro-mean, micro-sum, micro-sum/configured, one-rank.
         scale: 1, accumulation, world, 1/world.
         scope: own (this rank), ranks (all as one batch), rank-mean (the mean over ranks of their own).
@@ -280,6 +280,15 @@ CATALOGUE: tuple[NamedFault, ...] = (
         _any(lambda each: bool(each.padding.any())),
     ),
     _named(
+        "first-label-in-denominator",
+        "denominator",
+        "labels",
+        "reduction",
+        "the loss sum is divided by all labels, that of each row's first token included, which is never a target",
+        "count labels[:, 1:] (num_items_in_batch of the Hugging Face Trainer, for models whose shift it does not know)",
+        _any(lambda each: not each.shifted and bool(each.supervised[:, 0].any())),
+    ),
+    _named(
         "token-mean",
         "reduction",
         "token-mean",
@@ -368,5 +377,7 @@ BY_RECORDED_SUMS = (
     *("sum", "mean-of-micro-batch-means", "configured-window"),
     *("one-rank-denominator", "times-world-size", "divided-by-world-size"),
 )
+#: Slips of libraries that change every loss by one part in the length of a row: never more than a remark.
+HARMLESS = frozenset({"first-label-in-denominator"})
 #: Choices that are lawful where nobody declared another: never more than a remark.
 LAWFUL_CHOICES = frozenset({"token-mean", "sequence-mean", "sum"})

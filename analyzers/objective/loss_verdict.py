@@ -19,6 +19,7 @@ from .gradients import divided_afterwards
 from .loss_faults import (
     BY_NAME,
     CATALOGUE,
+    HARMLESS,
     LAWFUL_CHOICES,
     LossSpec,
     NamedFault,
@@ -181,6 +182,8 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
         following.append("declare the reduction that is meant (manifest training.reduction)")
     elif verdict.status != "confirmed":
         following.append("capture the loss of a second step at full precision, or at four decimals and more")
+    if names <= HARMLESS:
+        severity = "info"
     table = verdict.table
     chosen = table.candidates[0]
     label = " or ".join(" and ".join(each.fault.name for each in member) for member in members)

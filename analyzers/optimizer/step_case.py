@@ -31,7 +31,9 @@ CLIP_EPS = 1e-6
 #: Classes that are Adam or AdamW under another name, and parts of names that say that a class is something else.
 _ADAM = re.compile(r"adam_?w?\d*$|^(fused|cpu|deepspeedcpu|paged)adam", re.IGNORECASE)
 _OTHER = re.compile(
-    r"n_?adam|radam|ada(max|mp|n$|belief|factor|mini|bound)|8bit|4bit|fp8|schedule|cautious|sparse", re.I
+    r"n_?adam|radam|ada(max|mp|n$|belief|factor|mini|bound)|8bit|4bit|fp8|schedule|cautious|sparse|stable|galore|"
+    r"grok|apollo|lomo|muon|atan2",
+    re.I,
 )
 _MEMBERS = ("before", "gradient", "gradient_raw", "exp_avg", "exp_avg_sq", "after", "exp_avg_after", "exp_avg_sq_after")
 
@@ -356,12 +358,16 @@ class _Reader:
         """What was meant: the manifest where it speaks of this optimizer, else what the class is."""
         manifest = self._manifest
         own = attributes.get("decoupled")
-        own = own if isinstance(own, bool) else "adamw" in name.lower() if name else None
+        if not isinstance(own, bool) and name:
+            # Only torch's own Adam is certain to add decay to the gradient.
+            torchs = str(attributes.get("module") or "torch.optim.").startswith("torch.optim.")
+            own = True if "adamw" in name.lower() else False if torchs else None
+        own = own if isinstance(own, bool) else None
         only_one = len(self._classes) <= 1
         if manifest is not None and (only_one or manifest.name == name):
             meant = manifest.decoupled
             if meant is None and manifest.name:
-                meant = {"adamw": True, "adam": False}.get(manifest.name.lower())
+                meant = {"adamw": True, "adam": None if own is None else False}.get(manifest.name.lower())
             return own if meant is None else meant
         return own
 

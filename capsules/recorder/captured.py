@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import statistics
+from .describe import decoupled_decay
 
 if TYPE_CHECKING:
     from .window import Window
@@ -139,9 +140,8 @@ class StepSample:
             attributes |= {"optimizer": type(optimizer).__name__, "module": type(optimizer).__module__}
             attributes |= {"requires_grad": parameter.requires_grad, "closure": False}
             attributes["gradient_state"] = "clipped" if state == "unscaled" and "clips" in attributes else state
-            attributes["decoupled"] = bool(
-                group.get("decoupled_weight_decay", "adamw" in type(optimizer).__name__.lower())
-            )
+            if (decoupled := decoupled_decay(optimizer, group)) is not None:
+                attributes["decoupled"] = decoupled
             if "betas" in group:
                 attributes["betas"] = [float(beta) for beta in group["betas"]]
             for key in _SETTINGS:

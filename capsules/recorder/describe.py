@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import statistics
@@ -137,13 +137,28 @@ def optimizer_facts(optimizers: list[Any]) -> dict[str, Any]:
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     found: dict[str, Any] = {"name": type(optimizer).__name__}
     for name in ("lr", "eps", "weight_decay"):
-        if name in group:
+        if isinstance(group.get(name), (int, float, Tensor)):  # Adafactor has two epsilons, some a schedule for a rate
             found[name] = float(group[name])
     if "betas" in group:
         found["betas"] = [float(beta) for beta in group["betas"]]
-    if type(optimizer).__name__ in ("AdamW", "Adam", "NAdam", "RAdam"):
-        found["decoupled"] = bool(group.get("decoupled_weight_decay", type(optimizer).__name__ == "AdamW"))
+    if (decoupled := decoupled_decay(optimizer, group)) is not None:
+        found["decoupled"] = decoupled
     return found
+
+
+def decoupled_decay(optimizer: Any, group: Mapping[str, Any]) -> bool | None:
+    """Whether weight decay is taken from the weights beside Adam's step; None where neither group nor class says it.
+
+    A class called AdamW says so by its name. That one called Adam adds decay to the gradient is certain of torch's own
+    only: others (apex, DeepSpeed, 8-bit ones) decouple it by default.
+    """
+    kind = type(optimizer)
+    if isinstance(told := group.get("decoupled_weight_decay"), bool):
+        return told
+    if "adamw" in kind.__name__.lower():
+        return True
+    own = kind.__module__.startswith("torch.optim.") and kind.__name__ in ("Adam", "NAdam", "RAdam")
+    return False if own else None
 
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:

@@ -49,4 +49,10 @@ def manifest(
     if tokenizer is not None:
         add("tokenizer", lambda: describe.tokenizer_facts(tokenizer))
     add("training", lambda: {"optimizer": describe.optimizer_facts(optimizers)} if optimizers else {})
+    training = given.get("training")
+    meant = training.get("optimizer") if isinstance(training, Mapping) else None
+    if isinstance(meant, Mapping) and meant.get("name") and optimizers:
+        if meant["name"] != type(optimizers[0]).__name__ and isinstance(found.get("training"), dict):
+            # What this class does with weight decay says nothing of what was meant.
+            found["training"]["optimizer"].pop("decoupled", None)
     return describe.merged({part: value for part, value in found.items() if value}, dict(given))
