@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .finding import Evidence, Finding, Where
-from .registry import NotJudged, rule
+from .registry import NotCaptured, rule
 
 if TYPE_CHECKING:
     from ..capsules import Capsule
@@ -169,7 +169,7 @@ def nothing_logged(capsule: Capsule) -> Iterator[Finding]:
         None in the log. Let the job write its exception beside it, and log the first step at once.
     """
     if capsule.manifest.trigger is None or capsule.manifest.trigger.kind != "imported":
-        raise NotJudged("files that were imported: a recording says itself how it ended")
+        raise NotCaptured("files that were imported: a recording says itself how it ended")
     silent = [each for each in capsule.records("events") if each.get("type") == "nothing_logged"]
     if not silent:
         return

@@ -42,6 +42,13 @@ class NotJudged(Exception):
     """
 
 
+class NotCaptured(NotJudged):
+    """Raised by a rule whose evidence is absent in a way that ``needs`` has no name for (rows of validation, say).
+
+    It is skipped as if a need were missing: the silence of the other rules of its stage still counts.
+    """
+
+
 @dataclass(frozen=True)
 class Rule:
     """A registered rule: its declaration and its function."""

@@ -9,7 +9,7 @@ import msgspec
 
 from . import ladder
 from .finding import Finding, Kind, Severity, Stage
-from .registry import NotJudged, Rule, all_rules, plugin_warnings
+from .registry import NotCaptured, NotJudged, Rule, all_rules, plugin_warnings
 from .report import CapsuleName, CapsuleReport, RuleError, Skipped
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def analyze(capsule: Capsule, rules: Sequence[Rule] | None = None) -> CapsuleRep
                 errors.append(RuleError(rule=rule.id, error=cut))
         except NotJudged as reason:
             skipped.append(Skipped(rule=rule.id, missing=(_line(str(reason)),)))
-            unjudged.add(rule.stage)
+            if not isinstance(reason, NotCaptured):
+                unjudged.add(rule.stage)
             continue
         except Exception as error:  # a rule's fault must not silence the others
             errors.append(RuleError(rule=rule.id, error=_line(f"{type(error).__name__}: {error}")))

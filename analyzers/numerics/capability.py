@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..finding import Evidence, Finding, Where
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..scores import BEYOND, CONDITIONS, Change, chance, families, improved, lower_is_better, tracks, worst_change
 from ..series import Curve, curve
 from . import thresholds as T
@@ -80,7 +80,7 @@ def capability_drop(capsule: Capsule) -> Iterator[Finding]:
             change = worst_change(whole)
             changes += [change] if change is not None else []
     if not changes and not logged:
-        raise NotJudged("scores of two checkpoints with their standard error or number of questions")
+        raise NotCaptured("scores of two checkpoints with their standard error or number of questions")
     fallen = sorted((each for each in changes if each.z < -BEYOND), key=lambda each: each.z)
     comparisons = sum(max(1, len(each.track.scores) - 1) for each in changes)
     sure = [each for each in fallen if not each.differs and chance(-each.z, comparisons) <= T.DROP_CHANCE]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..finding import Confidence, Evidence, Finding, Severity, Where
 from ..passes import Pass, Row, compute_roundoff, evaluated_rows, passes, root_mean_square
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..scores import Score, Track, tracks
 from . import thresholds as T
 
@@ -61,7 +61,7 @@ def eval_mode(capsule: Capsule) -> Iterator[Finding]:
     ran, scored, rows = passes(capsule), tracks(capsule), evaluated_rows(capsule)
     generations = [each for each in capsule.records("generations") if each.get("training_mode") is not None]
     if not ran and not scored and not generations and not rows:
-        raise NotJudged("an evaluation pass, or scores of a checkpoint")
+        raise NotCaptured("an evaluation pass, or scores of a checkpoint")
     if _declared_monte_carlo(capsule):
         return
     asked = [each for each in ran if _is_evaluation(each) and not _MONTE_CARLO.search(each.name or "")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..finding import Confidence, Evidence, Finding, Where
 from ..passes import Row, compute_roundoff, evaluated_rows, root_mean_square
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, NotJudged, rule
 from .evaluation import repeated, tolerance
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def eval_padding(capsule: Capsule) -> Iterator[Finding]:
             alike = group[0].same_place(right) and group[0].beside == right.beside
             (still if alike else moved).append((group[0], right, apart, limit))
     if not moved:
-        raise NotJudged("one sample evaluated twice with the same weights, alone and in a padded batch")
+        raise NotCaptured("one sample evaluated twice with the same weights, alone and in a padded batch")
     if any(apart > limit for _, _, apart, limit in still):
         raise NotJudged("an evaluation that agrees with itself where padding does not change: see numerics/eval-mode")
     broken = sorted((each for each in moved if each[2] > each[3]), key=lambda each: -each[2])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..finding import Evidence, Finding, Where
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..scores import records
 from . import thresholds as T
 
@@ -86,7 +86,7 @@ def eval_preprocessing(capsule: Capsule) -> Iterator[Finding]:
         each for each in capsule.records("samples") if each.get("split") == "validation" and each.get("image_size")
     ]
     if not (digests and (own or len(digests) > 1)) and augmentation is None and not held and not sizes:
-        raise NotJudged(
+        raise NotCaptured(
             "a digest of the preprocessing on both sides, declared augmentation, or captured validation rows"
         )
     yield from _other_digest(own, digests, bool(augmentation))

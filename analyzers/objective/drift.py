@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..finding import Confidence, Evidence, Finding, Severity, Where
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..scores import records
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def template_drift(capsule: Capsule) -> Iterator[Finding]:
         *_formats(capsule, contract, compared),
     ]
     if not compared:
-        raise NotJudged("digests, revisions or number formats of the same part on two sides")
+        raise NotCaptured("digests, revisions or number formats of the same part on two sides")
     for each in found:
         yield _finding(each)
 

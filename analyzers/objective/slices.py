@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..finding import Evidence, Finding, Where
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..scores import BEYOND, Change, Track, chance, families, improved, tracks, worst_change
 from . import thresholds as T
 
@@ -97,7 +97,7 @@ def slice_regression(capsule: Capsule) -> Iterator[Finding]:
         yield _fallen(fallen)
     absent = list(_absent_domain(capsule))
     if not judged and not absent and not _evaluated_domains(capsule):
-        raise NotJudged("samples of one part at two points of the run, or scores by slice of two checkpoints")
+        raise NotCaptured("samples of one part at two points of the run, or scores by slice of two checkpoints")
     yield from absent
 
 

@@ -304,7 +304,7 @@ FAULTS: dict[str, Fault] = {
         "optimizer/state-not-restored", "resumed", step=10, restore=weights_only
     ),
     "dropout in evaluation": _fault(
-        "numerics/eval-mode", "evaluation between steps", step=4, evaluate=evaluate_while_training
+        "numerics/eval-mode", "evaluation between steps", "likely", step=4, evaluate=evaluate_while_training
     ),
     "all labels masked": _fault("objective/all-masked", "answers to prompts", collate=role_misspelt),
     "pad = eos": _fault("data/pad-is-eos", "padded documents", collate=pad_is_eos, told={"tokenizer": {"pad_id": EOS}}),
