@@ -217,14 +217,15 @@ def gradient_vanishing(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A gradient norm above 0 and below 1e-7 at three reported steps or more, up to the end of the record, while the
         loss does not fall. By layer: mean magnitude of a parameter's gradient above 0 and below 1e-7 in the last three
-        full records or more, not growing, and either a thousandth of what the other parameters get, or true for all of
-        them with a norm below 1e-4. A norm of exactly 0 while the loss falls or the weights move is info: the metric
+        full records or more, not growing, and either a thousandth of what the other parameters get (vectors left out),
+        or true for all of them with a norm below 1e-4. A norm of exactly 0 while the loss falls or the weights move is info: the metric
         was read after the gradients were freed.
 
     Looks like it but is not:
         Very large models, whose single elements are small while the norm is ordinary; gradients of activations, which
         shrink with the number of tokens; an adapter's first factor while the second is still near 0; embeddings of
-        tokens that did not occur and experts without tokens (exactly 0); the end of a run that has memorised its data.
+        tokens that did not occur and experts without tokens (exactly 0); the end of a run that has memorised its data;
+        a bias that a softmax, a normalisation or a difference cancels (attention keys, before BatchNorm, reward models).
 
     What to try next:
         Print the gradient norm by layer from output to input and look where it falls off.
@@ -285,6 +286,8 @@ def _small_layers(capsule: Capsule) -> Finding | None:
     parameters |= {str(each.get("name")) for each in capsule.records("param_groups")}
     mean = np.where(np.isfinite(stats.absmean), stats.absmean, stats.rms)
     keep = np.isfinite(mean) & (mean > 0) & (np.isin(stats.name.astype(str), list(parameters)) | (not parameters))
+    # What a softmax or a normalisation cancels (a bias of attention keys, say) has no gradient but rounding.
+    vectors = {name for name, shape in zip(stats.name.astype(str).tolist(), stats.shape, strict=True) if _vector(shape)}
     by_name: dict[str, list[tuple[int, float]]] = {}
     for name, step, value in zip(stats.name[keep], stats.step[keep].tolist(), mean[keep].tolist(), strict=True):
         by_name.setdefault(str(name), []).append((int(step), float(value)))
@@ -301,6 +304,8 @@ def _small_layers(capsule: Capsule) -> Finding | None:
             small[name] = tail
         else:
             usual.append(rows[-1][1])
+    if usual:
+        small = {name: tail for name, tail in small.items() if name not in vectors}
     if not small:
         return None
     norm = curve(capsule, "grad_norm").finite().value
@@ -327,6 +332,10 @@ def _small_layers(capsule: Capsule) -> Finding | None:
         Evidence(name="parameters below", value=len(small), expected=0, note=f"of {len(by_name)}"),
         *([Evidence(name="median of the others", value=beside)] if usual else []),
     )
+
+
+def _vector(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 0 and sum(each > 1 for each in shape) < 2
 
 
 def _vanishing(step: int, tensor: str | None, summary: str, *evidence: Any) -> Finding:

@@ -193,7 +193,8 @@ def outlier_growth(capsule: Capsule) -> Iterator[Finding]:
 def _dead(track: Track) -> Finding | None:
     """A layer whose output is nothing but zeros up to the end of the record."""
     zero = track.size == 0
-    if not len(zero) or not zero[-1]:
+    # What a module returns beside its output (T5's position bias of cross-attention, say) may well be zeros.
+    if not len(zero) or not zero[-1] or track.name.rpartition(":")[2] not in (track.name, "0"):
         return None
     run = len(zero) if zero.all() else int(np.argmin(zero[::-1]))
     least = T.DEAD_FROM_START if run == len(zero) else T.DEAD_RECORDS

@@ -70,10 +70,12 @@ def reach(capsule: Capsule) -> Reach:
         raise NotJudged(f"which parameters had a gradient, in {T.NO_GRADIENT_STEPS} windows or more")
     dead: list[Parameter] = []
     alive: list[Parameter] = []
-    for name, rows in trained.items():
+    for name, every in trained.items():
+        rows = [each for each in every if each.trained is not False]  # it may have been frozen at first
         without = all(each.has_grad is False or each.grad_norm == 0 for each in rows)
         zero = without and all(each.grad_norm == 0 for each in rows if each.has_grad)
-        enough = steps if not any(each.has_grad for each in rows) else sum(each.has_grad is True for each in rows)
+        known = steps if len(rows) == len(every) else len(rows)
+        enough = known if not any(each.has_grad for each in rows) else sum(each.has_grad is True for each in rows)
         if without and zero and name not in (names - _zero_named(rows)) and enough >= T.NO_GRADIENT_STEPS:
             dead.append(rows[0])
         elif not without:

@@ -116,6 +116,28 @@ def model_facts(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
     return facts | ({"rope": rope} if rope else {})
 
 
+#: Parts of the names of Hugging Face's classes, and what a model of that class is trained to do.
+_OBJECTIVES = {
+    "ForMaskedLM": "masked-lm",
+    "ForPreTraining": "masked-lm",
+    "Classification": "classification",
+    "ForQuestionAnswering": "classification",
+}
+
+
+def objective_of(model: nn.Module) -> str | None:
+    """What a model is trained to do, where its class or configuration leaves no choice; never a next-token loss.
+
+    Labels of an encoder-decoder are the decoder's own tokens: it is given them shifted to the right, and what its
+    encoder reads has nothing to do with them.
+    """
+    names = [type(each).__name__ for each in (model, getattr(model, "base_model", None)) if each is not None]
+    found = next((kind for part, kind in _OBJECTIVES.items() if any(part in name for name in names)), None)
+    if found is None and getattr(getattr(model, "config", None), "is_encoder_decoder", None) is True:
+        return "seq2seq"
+    return found
+
+
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     parameters = config.get("rope_parameters") or {}
     found: dict[str, Any] = {}

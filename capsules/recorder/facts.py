@@ -48,11 +48,18 @@ def manifest(
         add("model", lambda: describe.model_facts(model, resolved))
     if tokenizer is not None:
         add("tokenizer", lambda: describe.tokenizer_facts(tokenizer))
-    add("training", lambda: {"optimizer": describe.optimizer_facts(optimizers)} if optimizers else {})
+    add("training", lambda: training_facts(model, optimizers))
     training = given.get("training")
     meant = training.get("optimizer") if isinstance(training, Mapping) else None
-    if isinstance(meant, Mapping) and meant.get("name") and optimizers:
-        if meant["name"] != type(optimizers[0]).__name__ and isinstance(found.get("training"), dict):
-            # What this class does with weight decay says nothing of what was meant.
-            found["training"]["optimizer"].pop("decoupled", None)
+    name = meant.get("name") if isinstance(meant, Mapping) else None
+    if name and optimizers and name != type(optimizers[0]).__name__:
+        # What this class does with weight decay says nothing of what was meant.
+        found.get("training", {}).get("optimizer", {}).pop("decoupled", None)
     return describe.merged({part: value for part, value in found.items() if value}, dict(given))
+
+
+def training_facts(model: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
+    """The manifest's ``training``: the optimizer, and the objective where the model's class leaves no choice."""
+    objective = describe.objective_of(model)
+    found: dict[str, Any] = {"objective": objective} if objective else {}
+    return found | ({"optimizer": describe.optimizer_facts(optimizers)} if optimizers else {})

@@ -119,6 +119,7 @@ class ModuleHooks:
         self.compiled = Compiled()
         self.modules: list[str] = []
         self.parameters: dict[int, str] = {}
+        self._watched: set[int] = set()  # those whose gradients are seen
         self.pending: list[tuple[Row, Tensor]] = []
         self.local_norms: list[Tensor] = []
         self.call: Call = {}
@@ -138,11 +139,13 @@ class ModuleHooks:
     def watch_parameters(self) -> None:
         """Hook the parameters as they are now: sharding, tying or a cast replaces them after construction."""
         for name, parameter in self.root.named_parameters():
-            if id(parameter) not in self.parameters and not is_lazy(parameter):
-                self.parameters[id(parameter)] = clean_name(name)
-                if parameter.requires_grad:
-                    hook = self._parameter_hook(clean_name(name))
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if is_lazy(parameter):
+                continue
+            self.parameters.setdefault(id(parameter), clean_name(name))
+            if parameter.requires_grad and id(parameter) not in self._watched:  # maybe frozen when last seen
+                self._watched.add(id(parameter))
+                hook = self._parameter_hook(self.parameters[id(parameter)])
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def watch_recomputation(self) -> None:
         """Once it is known to happen: see the random state before every module."""

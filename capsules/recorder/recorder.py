@@ -278,7 +278,7 @@ class Recorder:
             self._tape.everything = everything
             self._between.begin(loop.window)
             self._look_at_recomputation(everything)
-            if self._finisher.windows < 2 or not self._finisher.saw_gradients:
+            if self._finisher.windows < 2 or not self._finisher.saw_gradients or loop.window.due:
                 self._attempt("activations and gradients", self._hooks.watch_parameters)
         window = loop.window
         window.data_time += began - self._left
