@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from .arrays import ArrayInfo, Description
+from .arrays import ArrayInfo, Description, Size
 from .dtypes import STORED, Array, Plain, decoded, plain_array
 from .errors import EvidenceError
 from .jsonio import plain
+from .limits import MAX_ARRAYS_BYTES, MAX_DIMENSIONS
 from .typed import all_floats, check, salvage
 
 #: Arrays of a batch: kind of numbers (i: integers, f: floats) and admitted shapes; a letter is one size per batch.
@@ -212,9 +213,10 @@ class Batch(_Stored):
 class Tensor(_Stored):
     """One full array under ``group/name``."""
 
-    def __init__(self, description: Description, rank: int, load: Load, key: str = "data") -> None:
+    def __init__(self, description: Description, rank: int, load: Load, key: str = "data", start: int = 0) -> None:
         super().__init__(description, rank, load)
         self._key = key
+        self._start = start
         info = description.arrays[key]
         self.name: str = description.name or ""
         self.order: int | None = description.order
@@ -234,10 +236,7 @@ class Tensor(_Stored):
         Raises:
             EvidenceError: the array cannot be read.
         """
-        values = self._values(self._key)
-        if values is None:
-            raise EvidenceError("the array cannot be read", self.name, "damage() says why")
-        return values
+        return decoded(self.bits(), self.dtype, self.shape)
 
     def bits(self) -> Array:
         """The stored bits: bfloat16 as uint16, float8 and bool as uint8, everything else as it is.
@@ -248,26 +247,77 @@ class Tensor(_Stored):
         bits = self._bits(self._key)
         if bits is None:
             raise EvidenceError("the array cannot be read", self.name, "damage() says why")
-        return bits
+        if bits.shape == self.shape or self.dtype == "string":
+            return bits
+        return bits.reshape(-1)[self._start : self._start + math.prod(self.shape)].reshape(self.shape)
 
 
-def tensors_in(whole: Description) -> Iterator[tuple[Description, str]]:
-    """The tensors of one arrays file, each with a description of its own and the key of its array.
+class _Piece(msgspec.Struct, array_like=True, frozen=True):
+    """Where one of many tensors lies: index of its attributes, key of the array, its first element there."""
 
-    A file of kind ``tensors`` says in its attributes which array has which name, and which of the shared attributes.
+    name: str
+    shared: Size
+    key: str
+    start: Size
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
+
+
+def pack(groups: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> tuple[dict[str, Plain], dict[str, Any]]:
+    """Many small arrays as one array for each dtype and device, and the attributes that tell them apart again.
+
+    Args:
+        groups: (``group/name``, arrays by their last name, attributes that all of these share).
+
+    Raises:
+        EvidenceError: a name is no path of words, or an array cannot be stored.
+    """
+    kinds: dict[tuple[str, str | None], tuple[str, list[Array]]] = {}
+    filled: dict[str, int] = {}
+    pieces: list[_Piece] = []
+    for index, (prefix, arrays, _) in enumerate(groups):
+        for last, array in arrays.items():
+            name = f"{prefix}/{last}"
+            stored = check_tensor(name, array, None, {})
+            if stored.dtype == "string":
+                raise EvidenceError("texts cannot be packed with others", f"tensor {name}", "write them by tensor()")
+            key, members = kinds.setdefault((stored.dtype, stored.device), (f"a{len(kinds)}", []))
+            start = filled.get(key, 0)
+            pieces.append(_Piece(name, index, key, start, stored.shape))
+            members.append(stored.data.reshape(-1))
+            filled[key] = start + stored.data.size
+    packed = {
+        key: Plain(np.concatenate(members), dtype, (filled[key],), (1,), device)
+        for (dtype, device), (key, members) in kinds.items()
+    }
+    return packed, {"pieces": msgspec.to_builtins(pieces), "shared": [plain(attributes) for _, _, attributes in groups]}
+
+
+def tensors_in(whole: Description) -> Iterator[tuple[Description, str, int]]:
+    """The tensors of one arrays file: a description of each, the key of its array, and where it begins there.
+
+    A file of kind ``tensors`` says in its attributes which part of which array has which name, shape and attributes;
+    what points outside of an array is left out.
     """
     if whole.kind == "tensor" and "data" in whole.arrays:
-        yield whole, "data"
-    names, shared = (whole.attributes.get(each) for each in ("names", "shared"))
-    if whole.kind != "tensors" or not isinstance(names, dict) or not isinstance(shared, list):
+        yield whole, "data", 0
+    pieces, shared = (whole.attributes.get(each) for each in ("pieces", "shared"))
+    if whole.kind != "tensors" or not isinstance(pieces, list) or not isinstance(shared, list):
         return
-    for key, entry in names.items():
-        match entry:
-            case [str() as name, int() as index] if key in whole.arrays and 0 <= index < len(shared):
-                own = shared[index] if isinstance(shared[index], dict) else {}
-                yield msgspec.structs.replace(whole, kind="tensor", name=name, attributes=own), key
-            case _:
-                continue
+    for entry in pieces:
+        try:
+            piece = msgspec.convert(entry, _Piece)
+        except msgspec.ValidationError:
+            continue
+        info = whole.arrays.get(piece.key)
+        if info is None or info.dtype == "string" or piece.shared >= len(shared):
+            continue
+        room = math.prod(info.shape) - piece.start
+        if math.prod(piece.shape) > room or math.prod(max(1, each) for each in piece.shape) > MAX_ARRAYS_BYTES:
+            continue
+        own = shared[piece.shared] if isinstance(shared[piece.shared], dict) else {}
+        arrays = {piece.key: msgspec.structs.replace(info, shape=piece.shape, stride=None)}
+        described = msgspec.structs.replace(whole, kind="tensor", name=piece.name, attributes=own, arrays=arrays)
+        yield described, piece.key, piece.start
 
 
 def pack_state(value: Any, arrays: dict[str, Plain]) -> Any:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -252,10 +252,11 @@ class Capsule:
     @cached_property
     def _tensors(self) -> list[Tensor]:
         return [
-            Tensor(description, reader.rank, partial(reader.load, file), key)
+            Tensor(description, reader.rank, load, key, start)
             for reader in self._ranks.values()
             for whole, file in reader.arrays
-            for description, key in tensors_in(whole)
+            for load in (cache(partial(reader.load, file)),)  # many tensors may lie in one array
+            for description, key, start in tensors_in(whole)
         ]
 
     def tensors(self, pattern: str = "*", rank: int | None = None) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, cast
 import msgspec
 
 from .arrays import Description
-from .batches import check_batch, check_tensor, pack_state
+from .batches import check_batch, check_tensor, pack, pack_state
 from .dtypes import Plain
 from .errors import EvidenceError
 from .jsonio import encode, plain, present
@@ -195,24 +195,18 @@ class CapsuleWriter:
         self._of(rank).arrays(description, {"data": stored})
 
     def tensors(self, step: int, groups: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> None:
-        """Write many small arrays of one step into one file: a file each would cost more than the arrays.
+        """Write many small arrays of one step into one file, those of one dtype end to end.
+
+        A file or a dataset each would cost more than the arrays; their strides are not kept.
 
         Args:
             step: optimizer window.
             groups: (``group/name``, arrays by their last name, attributes that all of these share).
         """
-        arrays: dict[str, Plain] = {}
-        names: dict[str, list[Any]] = {}
-        for index, (prefix, members, _) in enumerate(groups):
-            for last, array in members.items():
-                key, name = f"a{len(arrays)}", f"{prefix}/{last}"
-                arrays[key] = check_tensor(name, array, None, {})
-                names[key] = [name, index]
-        shared = {"names": names, "shared": [plain(attributes) for _, _, attributes in groups]}
+        arrays, attributes = pack(groups)
         if arrays:
-            self._of(None).arrays(
-                Description(kind="tensors", step=count(step, "tensors.step"), attributes=shared), arrays
-            )
+            description = Description(kind="tensors", step=count(step, "tensors.step"), attributes=attributes)
+            self._of(None).arrays(description, arrays)
 
     def rng(self, step: int, rank: int | None = None, micro: int = 0, **states: Any) -> None:
         """Write random-generator states (``torch``, ``numpy``, ``python``, ``cuda`` …) as they were before the step."""
