@@ -119,9 +119,13 @@ def _differs(here: dict[str, Any], there: dict[str, Any]) -> tuple[str, str] | N
     for field in ("sha256", "revision"):
         left, right = here.get(field), there.get(field)
         if left and right:
-            left, right = str(left).removeprefix("sha256:").lower(), str(right).removeprefix("sha256:").lower()
+            left, right = _digest(left), _digest(right)
             return (left, right) if left != right else None
     return ("", "")
+
+
+def _digest(value: Any) -> str:
+    return str(value or "").strip().lower().removeprefix("sha256:")
 
 
 def _against(
@@ -194,12 +198,12 @@ def _against_base(identity: dict[str, Any], compared: list[str]) -> Iterator[Dri
 
 def _against_evaluations(capsule: Capsule, identity: dict[str, Any], compared: list[str]) -> Iterator[Drift]:
     """The template of the last record of each evaluation against that of training."""
-    own = str(_mapping(identity.get("chat_template")).get("sha256") or "").removeprefix("sha256:").lower()
+    own = _digest(_mapping(identity.get("chat_template")).get("sha256"))
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in records(capsule):
         last[each.get("name"), each.get("suite")] = each
     for (name, suite), each in last.items():
-        there = str(each.get("template_sha256") or "").removeprefix("sha256:").lower()
+        there = _digest(each.get("template_sha256"))
         if not own or not there:
             continue
         compared.append("chat_template")

@@ -73,6 +73,8 @@ UNTRAINED_ROW: Final = 0.1
 # Slices.
 #: Rise of a part as a share of its loss that is more than the swing of a checkpoint.
 SLICE_RISE: Final = 0.03
+#: Fall of the whole as a share of its loss, where the samples are the same.
+WHOLE_FALL: Final = 0.01
 #: Probability with which noise alone may show such a rise in any part at any point; of scores in any slice.
 SLICE_CHANCE: Final = 0.01
 SLICE_SCORE_CHANCE: Final = 0.05

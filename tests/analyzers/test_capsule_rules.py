@@ -131,3 +131,80 @@ COMPLETE: dict[str, Any] = {
     "environment": {"python": "3.11", "torch": "2.13", "packages": {"torch": "2.13"}},
     "trigger": {"kind": "nonfinite", "step": 3, "rank": 0, "signal": "loss"},
 }
+
+
+class TestNothingLogged:
+    """Files of a run in which no step was ever reported."""
+
+    @staticmethod
+    def event_file(folder: Path, *steps: int) -> Path:
+        """What tensorboard's own writer leaves, opened in March 2025, with one number for each step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        writer = EventFileWriter(str(folder))
+        for step in steps:
+            value = Summary.Value(tag="loss", simple_value=2.0)
+            writer.add_event(Event(wall_time=1.742e9 + step, step=step, summary=Summary(value=[value])))
+        writer.close()
+        (path,) = folder.iterdir()
+        return path
+
+    @staticmethod
+    def imported(target: Path, *files: Path) -> Capsule:
+        from llmconsole.capsules.importers import import_files
+
+        return Capsule.open(import_files(files, target, attach=False))
+
+    @pytest.mark.fires("capsule/nothing-logged")
+    @pytest.mark.recorded("capsule/nothing-logged")
+    def test_a_file_that_was_opened_and_never_written_to_is_a_job_that_died_before_its_first_step(
+        self, tmp_path: Path, findings_of: Say
+    ) -> None:
+        (tmp_path / "run").mkdir()
+        path = self.event_file(tmp_path / "run")
+        path.write_bytes(opened_at(path.read_bytes(), 1.742e9))
+        (finding,) = findings_of("capsule/nothing-logged", self.imported(tmp_path / "out", path))
+        assert (finding.severity, finding.confidence) == ("warning", "undetermined")
+        assert "before its first step" in finding.summary
+        assert path.name in finding.summary
+        assert "standard error" in finding.next[0]
+
+    @pytest.mark.quiet("capsule/nothing-logged")
+    def test_one_step_is_enough(self, tmp_path: Path, findings_of: Say) -> None:
+        (tmp_path / "run").mkdir()
+        capsule = self.imported(tmp_path / "out", self.event_file(tmp_path / "run", 0))
+        assert not findings_of("capsule/nothing-logged", capsule)
+
+    @pytest.mark.quiet("capsule/nothing-logged")
+    def test_a_file_of_a_moment_ago_may_be_of_a_job_that_starts(self, tmp_path: Path, findings_of: Say) -> None:
+        (tmp_path / "run").mkdir()
+        (finding,) = findings_of(
+            "capsule/nothing-logged", self.imported(tmp_path / "out", self.event_file(tmp_path / "run"))
+        )
+        assert (finding.severity, "may still be starting" in finding.summary) == ("info", True)
+
+    @pytest.mark.quiet("capsule/nothing-logged")
+    def test_an_empty_file_beside_one_that_goes_on_is_a_remark(self, tmp_path: Path, findings_of: Say) -> None:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        files = self.event_file(tmp_path / "one"), self.event_file(tmp_path / "two", 1, 2, 3)
+        (finding,) = findings_of("capsule/nothing-logged", self.imported(tmp_path / "out", *files))
+        assert (finding.severity, "reach step 3" in finding.summary) == ("info", True)
+
+
+def opened_at(data: bytes, wall: float) -> bytes:
+    """An event file with the wall time of its records set, and their checksums with it."""
+    import struct
+
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    made, at = b"", 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        body = data[at + 12 : at + 12 + length]
+        body = body[:1] + struct.pack("<d", wall) + body[9:]
+        made += data[at : at + 12] + body + struct.pack("<I", masked_crc32c(body))
+        at += 16 + length
+    return made

@@ -72,7 +72,9 @@ class Hidden(nn.Module):
 class Job:
     """Eight steps of a small model on sentences padded on the left, with a recorder around them."""
 
-    def __init__(self, folder: Path, dropout: float = 0.0, hidden: bool = False, low: bool = False, **told: Any) -> None:
+    def __init__(
+        self, folder: Path, dropout: float = 0.0, hidden: bool = False, low: bool = False, **told: Any
+    ) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.model: nn.Module = GPT(dropout=dropout)
@@ -222,7 +224,9 @@ def test_a_mask_that_is_not_passed_lets_padding_into_the_result(tmp_path, low):
 
 @pytest.mark.fires(PADDING)
 def test_positions_that_count_the_padding_are_found_too(tmp_path, findings_of):
-    (finding,) = findings_of(PADDING, Job(tmp_path).train(16).evaluate(1, places=False).evaluate(4, places=False).capsule())
+    (finding,) = findings_of(
+        PADDING, Job(tmp_path).train(16).evaluate(1, places=False).evaluate(4, places=False).capsule()
+    )
     assert finding.confidence == "confirmed"
 
 
@@ -279,9 +283,7 @@ def record(stream: str, *records: dict[str, Any]) -> Any:
 def evaluations(**fields: Any) -> Any:
     """One record for each place of the lists among ``fields``."""
     many = max(len(each) for each in fields.values() if isinstance(each, list))
-    pick = [
-        {name: each[at] if isinstance(each, list) else each for name, each in fields.items()} for at in range(many)
-    ]
+    pick = [{name: each[at] if isinstance(each, list) else each for name, each in fields.items()} for at in range(many)]
     return record("evaluations", *[{name: each for name, each in row.items() if each is not None} for row in pick])
 
 
