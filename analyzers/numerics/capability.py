@@ -61,7 +61,7 @@ def capability_drop(capsule: Capsule) -> Iterator[Finding]:
     Looks like it but is not:
         Two scores within noise, such as 49 and 56 of 100 questions; one of fifty-seven subjects that fell by 2 standard
         errors, as one in forty does; a new version of the harness; a slice that falls while the mean rises
-        (objective/slice-regression).
+        (objective/slice-regression); an accuracy that falls where its loss rises (numerics/overfitting).
 
     What to try next:
         Evaluate the old checkpoint in the new harness. Then look at learning rate, steps and the mixture.
@@ -93,7 +93,8 @@ def capability_drop(capsule: Capsule) -> Iterator[Finding]:
     if unlike:
         yield _measured_otherwise(unlike)
     falls = [rise for name, each in logged.items() if (rise := lasting_rise(name, Curve(each.step, -each.value)))]
-    if falls:
+    # Where an evaluation loss rises with it, numerics/overfitting says the same thing with its cause.
+    if falls and not any(lasting_rise(name, each) for name, each in held_out_losses(capsule).items()):
         yield _logged_drop(min(falls, key=lambda rise: rise.first_step))
 
 

@@ -495,8 +495,10 @@ def test_one_of_fifty_seven_subjects_may_fall_by_chance(build, findings_of):
 
 @pytest.mark.fires(DROP)
 def test_an_accuracy_of_a_log_that_falls_for_good_is_named(build, findings_of):
-    def log(values):
+    def log(values, **losses):
         def fill(writer):
+            for name, each in losses.items():
+                writer.scalars(name, step=[100 * at for at in range(len(each))], value=each)
             writer.scalars("loss", step=list(range(10)), value=list(np.linspace(2, 1, 10)))
             writer.scalars("eval_accuracy", step=[100 * at for at in range(len(values))], value=values)
 
@@ -505,6 +507,8 @@ def test_an_accuracy_of_a_log_that_falls_for_good_is_named(build, findings_of):
     (finding,) = findings_of(DROP, log([0.5, 0.6, 0.66, 0.62, 0.58, 0.53, 0.5]))
     assert (finding.evidence[0].value, finding.where.step) == (200, 300)
     assert not findings_of(DROP, log([0.5, 0.6, 0.66, 0.655, 0.66, 0.658, 0.661]))
+    overfitted = [1.9, 1.5, 1.45, 1.52, 1.6, 1.75, 1.9]
+    assert not findings_of(DROP, log([0.5, 0.6, 0.66, 0.62, 0.58, 0.53, 0.5], eval_loss=overfitted))
 
 
 def test_scores_without_their_noise_are_not_judged(build):

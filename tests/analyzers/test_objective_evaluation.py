@@ -114,6 +114,27 @@ def test_training_samples_that_scatter_are_quiet_and_a_planned_change_is_not_jud
     assert not findings_of(SLICE, build(run))
 
 
+@pytest.mark.fires(SLICE)
+def test_a_domain_of_the_training_samples_that_rises_is_named_unless_the_mixture_changes(build, findings_of):
+    generator = np.random.default_rng(5)
+
+    def run(writer):
+        for step in range(80):
+            levels = {"web": 4.0 - step / 40, "code": 1.5 + step / 100}
+            rows = [{"step": step, "domain": name, "loss": levels[name] + generator.normal(0, 0.3)} for name in levels]
+            writer.records("samples", rows)
+
+    (finding,) = findings_of(SLICE, build(run))
+    assert "training loss" in finding.summary
+    assert "domain code" in finding.summary
+
+    def planned(writer):
+        run(writer)
+        writer.record("events", {"kind": "mixture_changed", "step": 40})
+
+    assert not analyze(build(planned), [rule_named(SLICE)]).findings
+
+
 def scores(part: str | None, values: list[float], **fields: Any) -> list[dict[str, Any]]:
     return [
         {"name": "accuracy", "suite": "exam", "value": value, "step": 10 * at, "n": 400, **fields}
