@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
@@ -170,7 +170,8 @@ def _worse_part(points: Sequence[Sequence[Seen]], paired: bool) -> Finding | Non
     comparisons = len(parts) * (len(points) - 1)
     worse: list[tuple[Shift, Shift]] = []
     for point in points[:-1]:
-        whole = _shift("all samples", point, last, paired)
+        sides = (point, last) if paired else (_levelled(point), _levelled(last))
+        whole = _shift("all samples", *sides, paired)
         if whole is None or not _falls(whole, paired):
             continue
         for name, belongs in parts:
@@ -211,6 +212,16 @@ def _worse_part(points: Sequence[Sequence[Seen]], paired: bool) -> Finding | Non
         next=("plot the parts instead of the mean", "compare the part's share of the mixture over these steps"),
         fix=("give the part more weight in the mixture, or clean it", "report it beside the mean"),
     )
+
+
+def _levelled(seen: Sequence[Seen]) -> list[Seen]:
+    """The same mean without the differences between domains, which are no noise of the whole."""
+    sums: dict[str | None, list[float]] = defaultdict(list)
+    for each in seen:
+        sums[each.domain].append(each.loss)
+    mean = sum(each.loss for each in seen) / len(seen)
+    own = {domain: sum(losses) / len(losses) for domain, losses in sums.items()}
+    return [replace(each, loss=each.loss - own[each.domain] + mean) for each in seen]
 
 
 def _falls(whole: Shift, paired: bool) -> bool:
