@@ -121,6 +121,7 @@ def _falls(loss: Curve, level: float) -> tuple[bool | None, float, float]:
         "data/token-out-of-vocabulary",
         "objective/all-masked",
         "optimizer/gradient-chain-cut",
+        "optimizer/order",
         "numerics/first-nonfinite",
         "numerics/loss-nonfinite",
     ),
@@ -218,14 +219,14 @@ def gradient_vanishing(capsule: Capsule) -> Iterator[Finding]:
         A gradient norm above 0 and below 1e-7 at three reported steps or more, up to the end of the record, while the
         loss does not fall. By layer: mean magnitude of a parameter's gradient above 0 and below 1e-7 in the last three
         full records or more, not growing, and either a thousandth of what the other parameters get (vectors left out),
-        or true for all of them with a norm below 1e-4. A norm of exactly 0 while the loss falls or the weights move is info: the metric
-        was read after the gradients were freed.
+        or true for all of them with a norm below 1e-4. A norm of exactly 0 while the loss falls or the weights move is
+        info: the metric was read after the gradients were freed.
 
     Looks like it but is not:
         Very large models, whose single elements are small while the norm is ordinary; gradients of activations, which
         shrink with the number of tokens; an adapter's first factor while the second is still near 0; embeddings of
         tokens that did not occur and experts without tokens (exactly 0); the end of a run that has memorised its data;
-        a bias that a softmax, a normalisation or a difference cancels (attention keys, before BatchNorm, reward models).
+        a bias that a softmax, a normalisation or a difference cancels (of attention keys, before BatchNorm).
 
     What to try next:
         Print the gradient norm by layer from output to input and look where it falls off.

@@ -96,8 +96,8 @@ def _zero_named(rows: list[Parameter]) -> set[str]:
     "optimizer/gradient-chain-cut",
     stage="numerics",
     needs=("records.param_groups.has_grad|stats.parameter",),
-    # A loss over no token has a gradient of exactly zero.
-    explained_by=("objective/all-masked",),
+    # A loss over no token has a gradient of exactly zero; what was zeroed before the step had one.
+    explained_by=("objective/all-masked", "optimizer/order"),
     cases=("loss-stuck-at-ln-v",),
 )
 def gradient_chain_cut(capsule: Capsule) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotJudged, rule
-from . import thresholds as T
+from .records import windows as parameters
 from .step_case import CLIP_EPS, number, taken_steps
 
 if TYPE_CHECKING:
@@ -75,10 +75,13 @@ def order(capsule: Capsule) -> Iterator[Finding]:
         GradScaler.step) is confirmed where the norm at that clip, which is the scaled one, exceeds max_norm; where it
         does not, the clip did nothing and it is a warning. A step outside GradScaler.step in a window without any
         unscale is confirmed. A clip after the step, before the next backward, is a warning: it limits nothing.
+        zero_grad after the last backward and before the first step is confirmed where no parameter has a gradient
+        then. Two steps on the gradients of one backward, with a step count that grows by two a window, are likely.
 
     Looks like it but is not:
         GradScaler.step unscaling by itself where nothing is clipped; fused optimizers, which unscale inside their
-        step; a scaler that is disabled or whose scale is 1; no scaler at all; one clip for each of several optimizers.
+        step; a scaler that is disabled or whose scale is 1; no scaler at all; one clip for each of several optimizers;
+        one optimizer's zero_grad before another one's step; two backward passes with a step each.
 
     What to try next:
         Log the gradient norm right before the step: it should be at most max_norm and not 1/scale of it.
@@ -89,7 +92,7 @@ def order(capsule: Capsule) -> Iterator[Finding]:
     calls = windows(capsule)
     if not any(each.first("optimizer_step") is not None or each.first("clip") is not None for each in calls):
         raise NotJudged("events of clipping and of optimizer steps")
-    for check in (_clip_before_unscale, _never_unscaled, _clip_after_step):
+    for check in (_clip_before_unscale, _never_unscaled, _zeroed_before_step, _stepped_twice, _clip_after_step):
         found = [(each, wrong) for each in calls if (wrong := check(capsule, each)) is not None]
         if found:
             worst = min(found, key=lambda pair: (pair[1].severity == "warning", pair[0].step))
@@ -113,7 +116,7 @@ def _clip_before_unscale(capsule: Capsule, calls: Calls) -> Finding | None:
     if limit is None and number(event, "clip_value") is None:
         training = capsule.manifest.training
         limit = training.max_grad_norm if training is not None else None
-    norm = norm if norm is not None else _logged_norm(capsule, calls)
+    norm = norm if norm is not None else logged_norm(capsule, calls)
     bites = limit is None or norm is None or norm > limit
     left = limit / calls.scale if limit is not None else None
     rows = [
@@ -153,7 +156,8 @@ def _clip_before_unscale(capsule: Capsule, calls: Calls) -> Finding | None:
     )
 
 
-def _logged_norm(capsule: Capsule, calls: Calls) -> float | None:
+def logged_norm(capsule: Capsule, calls: Calls) -> float | None:
+    """The gradient norm on record for a window, None where it is absent or not finite."""
     series = capsule.scalars("grad_norm", rank=calls.rank)
     at = np.flatnonzero(series.step == calls.step)
     return float(series.value[at[-1]]) if len(at) and math.isfinite(series.value[at[-1]]) else None
@@ -183,6 +187,64 @@ def _never_unscaled(capsule: Capsule, calls: Calls) -> Finding | None:
         cause="the optimizer is stepped by itself while GradScaler scales the loss",
         next=("compare the gradient norm before the step with one of a run without a scaler",),
         fix=("step with scaler.step(optimizer), which unscales",),
+    )
+
+
+def _zeroed_before_step(capsule: Capsule, calls: Calls) -> Finding | None:
+    kinds = [each["kind"] for each in calls.events]
+    if "optimizer_step" not in kinds or "backward" not in kinds[: kinds.index("optimizer_step")]:
+        return None
+    step = kinds.index("optimizer_step")
+    last = max(at for at, kind in enumerate(kinds[:step]) if kind == "backward")
+    if "zero_grad" not in kinds[last:step] or "backward" in kinds[step:]:
+        return None
+    rows = [each for each in parameters(capsule).get((calls.step, calls.rank), []) if each.owned]
+    if not rows or any(each.has_grad is None or (each.has_grad and each.grad_norm != 0) for each in rows):
+        return None  # it was another optimizer's, or nothing says whether a gradient was left
+    return Finding(
+        confidence="confirmed",
+        title="Gradients are zeroed between backward and the step",
+        summary=f"At step {calls.step} zero_grad ran after the last backward and before the optimizer's step, which "
+        f"found no gradient in any of its {len(rows)} recorded parameters.",
+        where=Where(step=calls.step, rank=calls.rank),
+        evidence=(
+            Evidence(name="order of the calls", value=calls.words, expected="backward, optimizer_step, zero_grad"),
+            Evidence(name="parameters with a gradient", value=0, expected=len(rows)),
+        ),
+        cause="zero_grad is called between backward and the step",
+        next=("print a gradient right before the optimizer steps",),
+        fix=("call zero_grad after the step, or before the first backward of a window",),
+    )
+
+
+def _stepped_twice(capsule: Capsule, calls: Calls) -> Finding | None:
+    kinds = [each["kind"] for each in calls.events]
+    if "backward" not in kinds:
+        return None
+    last = max(at for at, kind in enumerate(kinds) if kind == "backward")
+    steps = kinds[last:].count("optimizer_step")
+    rows = {each.name: each for each in parameters(capsule).get((calls.step, calls.rank), []) if each.count}
+    later = [key for key in parameters(capsule) if key[0] > calls.step and key[1] == calls.rank]
+    if steps < 2 or not rows or not later:
+        return None
+    following = {each.name: each for each in parameters(capsule)[later[0]]}
+    windows_between = later[0][0] - calls.step
+    grown = [(following[name].count or 0) - (each.count or 0) for name, each in rows.items() if name in following]
+    if not grown or any(each != steps * windows_between for each in grown):
+        return None  # several optimizers, or one inside another
+    return Finding(
+        severity="warning",
+        title="The optimizer steps more than once on the same gradients",
+        summary=f"In the window of step {calls.step} the optimizer stepped {steps} times after one backward; its own "
+        f"count grew by {grown[0]} over the next {windows_between} windows.",
+        where=Where(step=calls.step, rank=calls.rank),
+        evidence=(
+            Evidence(name="order of the calls", value=calls.words, expected="one optimizer_step"),
+            Evidence(name="growth of the step count", value=grown[0], expected=windows_between),
+        ),
+        cause="optimizer.step() is called in two places of the loop",
+        next=("count the calls of optimizer.step() in one pass of the loop, callbacks and wrappers included",),
+        fix=("step once a window",),
     )
 
 
@@ -311,75 +373,3 @@ def _changed(capsule: Capsule) -> dict[tuple[int, int], tuple[str, float]]:
                     size = float(np.abs(difference).max()) if np.isfinite(difference).all() else math.nan
                     found.setdefault((taken.step, taken.rank), (f"{taken.name}: {what}", size))
     return found
-
-
-@rule(
-    "optimizer/gradients-not-zeroed",
-    stage="numerics",
-    needs=("records.events.kind",),
-    # Nor does zero_grad reach what the optimizer does not hold.
-    explained_by=("optimizer/not-owned",),
-)
-def gradients_not_zeroed(capsule: Capsule) -> Iterator[Finding]:
-    """Gradients of earlier steps are still there when a new step begins.
-
-    What it checks:
-        The norm of what lies in the gradients of the sampled parameters right before the first backward of a window
-        that follows an optimizer step.
-
-    Why it matters:
-        Backward adds to what is there. Without zero_grad every step follows the sum of all gradients so far: a momentum
-        that never decays, and a loss that swings or diverges.
-
-    How it decides:
-        The leftover norm is above 0.1 % of the window's gradient norm in two windows or more, the window before it
-        ended in an optimizer step, and no zero_grad ran in either. One such window alone is a warning.
-
-    Looks like it but is not:
-        Accumulation over micro-batches, which is one window; zero_grad with set_to_none=False, which leaves zeros; a
-        window after a skipped step; several optimizers that take turns; parameters without gradients.
-
-    What to try next:
-        Print the gradient norm before and after the first backward of a step.
-
-    Fix:
-        optimizer.zero_grad() once a step, after the step or before the first backward.
-    """
-    calls = windows(capsule)
-    if not any(each.first("backward") is not None for each in calls):
-        raise NotJudged("events of the backward passes")
-    stepped = {(each.step, each.rank) for each in calls if each.first("optimizer_step") is not None}
-    zeroed = {(each.step, each.rank) for each in calls if each.first("zero_grad") is not None}
-    owners = {record.get("group") for record in capsule.records("param_groups")}
-    found: list[tuple[Calls, float, float | None]] = []
-    for each in calls:
-        first = each.first("backward")
-        carried = number(each.events[first], "carried") if first is not None else None
-        before = (each.step - 1, each.rank)
-        if not carried or before not in stepped or {before, (each.step, each.rank)} & zeroed:
-            continue
-        norm = _logged_norm(capsule, each)
-        if norm is None or carried / each.scale > T.CARRIED_SHARE * norm:
-            found.append((each, carried, norm))
-    if not found:
-        return
-    worst, carried, norm = found[0]
-    sure = len(found) >= T.CARRIED_WINDOWS
-    yield Finding(
-        severity=None if sure else "warning",
-        title="Gradients are not zeroed between steps",
-        summary=(
-            f"Before the first backward of step {worst.step} the gradients still had a norm of {carried:.3g} from the "
-            f"step before; {len(found)} windows began so, and no zero_grad was seen."
-        ),
-        where=Where(step=worst.step, rank=worst.rank),
-        evidence=(
-            Evidence(name="leftover gradient norm", value=carried, expected=0.0, note="sampled parameters"),
-            Evidence(name="grad_norm", value=norm, note="of the whole window"),
-            Evidence(name="windows", value=len(found), expected=0),
-            Evidence(name="groups", value=len(owners - {None})),
-        ),
-        cause="gradients of earlier steps are added to those of this one",
-        next=("print the gradient norm before and after the first backward",),
-        fix=("call optimizer.zero_grad() once a step",),
-    )

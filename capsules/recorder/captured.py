@@ -106,6 +106,25 @@ class StepSample:
                 self._taken[name].arrays["gradient_raw"] = leading(parameter.grad)
                 self._taken[name].attributes["raw_state"] = "scaled" if scaled else "unscaled"
 
+    @torch.no_grad()
+    def left_scaled(self) -> None:
+        """Take the gradients right after a backward of a scaled loss; the last backward of a window counts."""
+        self._raw = False
+        self.gradients(scaled=True)
+
+    @torch.no_grad()
+    def divided_by(self, scale: Tensor) -> bool | None:
+        """Whether the gradients are now 1 / ``scale`` of what backward left; None where that cannot be told."""
+        for name, parameter in self._parameters.items():
+            raw = self._taken[name].arrays.get("gradient_raw")
+            if raw is None or parameter.grad is None or not statistics.is_readable(parameter.grad):
+                continue
+            at = raw.abs().argmax()
+            before, now = float(raw[at]), float(leading(parameter.grad)[at])
+            if math.isfinite(before) and before and float(scale) != 1.0:
+                return abs(now * float(scale) / before - 1.0) < 0.01
+        return None
+
     def clipped(self, parameters: list[Tensor], max_norm: float, total_norm: Any, scaled: bool) -> None:
         """Note a clip by norm for those of its parameters that are sampled; ``scaled``: before the unscaling."""
         for parameter in parameters:

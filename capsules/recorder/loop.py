@@ -61,6 +61,7 @@ class Loop:
         self._layouts: dict[str, batch.Layout] = {}
         self._attempt = attempt
         self._finish = finish
+        self._by_hand = False  # the loop divides scaled gradients itself
 
     # -- what the patched functions tell (see ``optimizer.Observer``)
 
@@ -86,6 +87,27 @@ class Loop:
 
         self.read_logits()
         self._attempt("loss", record)
+
+    def after_backward(self) -> None:
+        """Keep a sample of scaled gradients: some loops divide them by hand before anything else is called."""
+        if self.inside and self.scaled:
+            self._sample(lambda sample: sample.left_scaled())
+
+    def _unscaled_by_hand(self) -> None:
+        """See whether the loop itself has divided the gradients by the loss scale; between samples it does as it did."""
+        window = self.window
+        if window is None or not self.scaled:
+            return
+
+        def look(sample: StepSample) -> None:
+            scale = window.scale
+            found = sample.divided_by(scale) if scale is not None else None
+            self._by_hand = self._by_hand if found is None else found
+
+        self._sample(look)
+        if self._by_hand:
+            window.unscaled = True
+            window.event("unscale")
 
     def loss_scaled(self, scaler: Any, losses: Any, scaled: Any) -> None:
         """Remember which loss the scaled one stands for."""
@@ -124,6 +146,7 @@ class Loop:
         """Note it: gradients clipped by value have no norm that could be foretold."""
         window = self.window
         if window is not None and any(id(parameter) in self.hooks.parameters for parameter in parameters[:1]):
+            self._unscaled_by_hand()
             self.measure_gradients()
             self._sample(lambda sample: sample.gradients(scaled=self.scaled))
             self._attempt("steps", lambda: (window.event("clip", clip_value=float(clip_value)), None)[1])
@@ -142,6 +165,7 @@ class Loop:
         window = self.window
         if window is None or not any(id(parameter) in self.hooks.parameters for parameter in parameters[:1]):
             return
+        self._unscaled_by_hand()
         self.measure_gradients()
         if not hasattr(total_norm, "to_local"):  # a sharded norm is whole only after a collective
             window.total_norm = total_norm.detach()
@@ -156,6 +180,7 @@ class Loop:
         window = self.window
         if window is None or not self._ours(optimizer):
             return
+        self._unscaled_by_hand()
         self.measure_gradients()
         groups = optimizer.param_groups
         if window.learning_rate is None and groups:

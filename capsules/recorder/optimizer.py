@@ -34,6 +34,10 @@ class Observer(Protocol):
         """``roots``: the first argument of backward."""
         ...
 
+    def after_backward(self) -> None:
+        """The gradients are there."""
+        ...
+
     def loss_scaled(self, scaler: Any, losses: Any, scaled: Any) -> None:
         """``GradScaler.scale`` turned ``losses`` into ``scaled``."""
         ...
@@ -140,7 +144,10 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*arguments, **keywords)
         for observer in watching:
             observer.before_backward(arguments[0] if arguments else keywords.get("tensors"))
-        return original(*arguments, **keywords)
+        result = original(*arguments, **keywords)
+        for observer in watching:
+            observer.after_backward()
+        return result
 
     return backward
 
