@@ -10,7 +10,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
-from ..series import Curve, curve, first_maximum, spread, trailing
+from ..series import Curve, Ints, curve, first_maximum, spread, trailing
 from . import thresholds as T
 from .symptoms import skipped_steps
 
@@ -48,7 +48,8 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         Above 10 × the maximum of the first 100 steps (of all before it while there are fewer, at least 20), or above
         100, above 3 × the recent median and with a loss that rises; NaN or Inf where no scaler skipped the step and the
-        loss was finite up to it. A single step after which norm and loss are ordinary again is info.
+        loss was finite up to it, to the end of the record: norms that are finite again show that the step was skipped,
+        which is info. A single step after which norm and loss are ordinary again is info.
 
     Looks like it but is not:
         The large gradients of the first steps and of a warm-up; norms that are large throughout, as with summed losses;
@@ -64,7 +65,7 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
     skipped = skipped_steps(capsule)
     keep = ~np.isin(gradient.step, list(skipped))
     gradient = Curve(gradient.step[keep], gradient.value[keep])
-    lost = gradient.step[~np.isfinite(gradient.value)]
+    lost, skips = _nonfinite(gradient, loss)
     gradient = gradient.finite()
     step, value = gradient.step, gradient.value
     first = T.EXPLOSION_FACTOR * first_maximum(value, T.FIRST_STEPS)
@@ -86,14 +87,30 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
             else (T.GRADIENT_LARGE, "with a rising loss")
         )
         if not subsides or _loss_stays_up(loss, at):
-            yield _explosion(at, norm, limit, test, lasting=True)
+            yield _explosion(at, norm, limit, test, True)
             return
-        passed = passed or _explosion(at, norm, limit, test, lasting=False)
+        passed = passed or _explosion(at, norm, limit, test, False)
     if lost.size and not _lost_before(loss, int(lost[0])):
         norm = float(curve(capsule, "grad_norm").at(int(lost[0])))
-        yield _explosion(int(lost[0]), norm, math.inf, "finite", lasting=True)
+        yield _explosion(int(lost[0]), norm, math.inf, "finite", True)
     elif passed is not None:
         yield passed
+    elif skips.size:
+        yield _explosion(int(skips[0]), float(curve(capsule, "grad_norm").at(int(skips[0]))), math.inf, "finite", False)
+
+
+def _nonfinite(gradient: Curve, loss: Curve) -> tuple[Ints, Ints]:
+    """Steps whose norm is no number to the end of the record, and those after which norm and loss are finite again.
+
+    Weights that such a gradient had reached would make every later loss NaN: somebody skipped the step.
+    """
+    finite = np.isfinite(gradient.value)
+    last = int(np.flatnonzero(finite)[-1]) if finite.any() else -1
+    step = gradient.step[~finite]
+    back = step[step < gradient.step[last]] if last >= 0 else step[:0]
+    if back.size and not np.isfinite(loss.after(int(back[0])).value).all():
+        return step, step[:0]
+    return step[len(back) :], back
 
 
 def _lost_before(loss: Curve, step: int) -> bool:
@@ -123,14 +140,14 @@ def _loss_stays_up(loss: Curve, step: int) -> bool:
     return float(np.median(after[-T.RECENT_WINDOW :])) > median + max(2 * sigma, 0.1 * abs(median))
 
 
-def _explosion(step: int, norm: float, limit: float, test: str, *, lasting: bool) -> Finding:
+def _explosion(step: int, norm: float, limit: float, test: str, lasting: bool) -> Finding:
     finite = math.isfinite(norm)
     shown = f"{norm:.4g}" if finite else ("NaN" if math.isnan(norm) else "Infinity")
     return Finding(
         severity=None if lasting else "info",
         title="The gradient explodes" if lasting else "A large gradient that passed",
         summary=f"The gradient norm is {shown} at step {step}"
-        + (f", above {limit:.4g} ({test})" if finite else " and no scaler skipped the step")
+        + (f", above {limit:.4g} ({test})" if finite else " and no scaler is known to have skipped the step" * lasting)
         + ("." if lasting else "; norm and loss are ordinary again after it."),
         where=Where(step=step),
         evidence=(

@@ -149,9 +149,10 @@ def loss_spike(capsule: Capsule) -> Iterator[Finding]:
     yield from _undone(capsule, gradient)
     if not spikes or periodic([spike.step for spike in spikes], int(loss.step[0]), T.RECENT_WINDOW):
         return
-    benign = [spike for spike in spikes if _benign(spike)]
+    usual = max((spike.value / spike.level for spike in spikes if spike.recovered and spike.level > 0), default=0.0)
+    benign = [spike for spike in spikes if _benign(spike, usual)]
     for spike in spikes:
-        if not _benign(spike):
+        if not _benign(spike, usual):
             yield _spike_finding(capsule, spike)
             break
     if benign:
@@ -192,8 +193,11 @@ def _undone(capsule: Capsule, gradient: Curve) -> Iterator[Finding]:
             )
 
 
-def _benign(spike: Spike) -> bool:
+def _benign(spike: Spike, usual: float = 0.0) -> bool:
+    """Whether it passed; where the record ends in it, whether it is small, or no larger than ones that passed."""
     if spike.recovered is None:
+        if 0 < spike.value <= usual * spike.level:
+            return True
         within = min(spike.level + T.END_SIGMA * spike.sigma, T.RECENT_FACTOR * spike.level)
         return spike.value < within
     return spike.recovered

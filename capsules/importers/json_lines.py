@@ -29,7 +29,7 @@ def sniff(source: Source) -> bool:
     for line in head.split(b"\n")[:_LOOKED_AT]:
         if not line.strip():
             continue
-        record = _object(line)
+        record = object_of(line)
         if record is None:
             break
         names = [folded(name) for name, value in _flat(record) if _number(value) is not None]
@@ -39,45 +39,57 @@ def sniff(source: Source) -> bool:
 
 def read(source: Source, out: Run) -> None:
     """Every number of every line, nested names joined by ``/``."""
-    naming = Naming()
-    step, counted = 0, False
-    settled: set[str] = set()
-    for count, line in enumerate(source.lines()):
+    records = Records(out)
+    for line in source.lines():
         if not line.strip():
             continue
-        record = _object(line)
+        record = object_of(line)
         if record is None:
             out.note("lines are no JSON objects" if not source.unended else "the last line is torn")
             continue
+        records.take(record)
+
+
+class Records:
+    """Writes the numbers of objects, one after another.
+
+    Attributes:
+        step: that of the last object; where none has named one yet, how many came before it.
+    """
+
+    def __init__(self, out: Run) -> None:
+        self._out = out
+        self._naming = Naming()
+        self._settled: set[str] = set()
+        self._stepped, self._count = False, -1
+        self.step = 0
+
+    def take(self, record: dict[str, Any], rank: int | None = None) -> None:
+        """Write every number of one object; an object without a step is of the step before."""
         fields = {name: value for name, value in _flat(record)}
         keys = {folded(name): name for name in fields}
         at = next((whole for name in STEPS if name in keys and (whole := _step(fields[keys[name]])) is not None), None)
-        if at is None:
-            at = step if step or not counted else count
-            if not any(name in keys for name in STEPS) and not step:
-                out.note("lines name no step: a step is the number of the line")
-                at = count
-        else:
-            step = at
-        counted = True
+        self._count += 1
+        if at is not None:
+            self._stepped, self.step = True, at
+        elif not self._stepped:
+            self._out.note("lines name no step: a step is the number of the line")
+            self.step = self._count
         said = (str(fields[keys[name]]).lower() for name in _SPLITS if name in keys)
         before = "eval_" if any(each in _HELD_OUT for each in said) else ""
-        if before not in settled:
-            settled.add(before)
-            naming.settle((name for name, value in fields.items() if _number(value) is not None), before)
-        _write(out, naming, at, fields, keys, before)
+        if before not in self._settled:
+            self._settled.add(before)
+            self._naming.settle((name for name, value in fields.items() if _number(value) is not None), before)
+        time = next((each for name in TIMES if name in keys and (each := _time(fields[keys[name]])) is not None), None)
+        for name, value in fields.items():
+            if folded(name) in STEPS or (folded(name) in TIMES and time is not None):
+                continue
+            if (number := _number(value)) is not None:
+                self._out.scalar(self._naming(name, before), self.step, number, time, rank=rank)
 
 
-def _write(out: Run, naming: Naming, step: int, fields: dict[str, Any], keys: dict[str, str], before: str) -> None:
-    time = next((each for name in TIMES if name in keys and (each := _time(fields[keys[name]])) is not None), None)
-    for name, value in fields.items():
-        if folded(name) in STEPS or (folded(name) in TIMES and time is not None):
-            continue
-        if (number := _number(value)) is not None:
-            out.scalar(naming(name, before), step, number, time)
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that a line is, or None."""
     try:
         record = decode(line.strip())
     except EvidenceError:

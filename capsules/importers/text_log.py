@@ -17,6 +17,8 @@ FORMAT = "training log"
 _SEARCHED = 4 * MIB
 #: Bytes of a line that readers see; no line of a program is longer, and patterns stay quick.
 _SEEN = 16 * 1024
+#: Bytes of such lines that are looked at where a sign needs certain bytes: a log has a sign in its first ones.
+_SIGNED = 256 * 1024
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: A JSON document may quote any log.
 _DOCUMENT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\{\s*[\"}]|\[\s*[\[{\"])")
@@ -75,10 +77,23 @@ def read(source: Source, out: Run) -> None:
 
 def _known(part: bytes) -> bool:
     """Whether a line is in it that is certain to come from a training program, or from one that failed."""
-    return any(sign.search(part) for sign in _signs())
+    return any(sign.search(_lines_with(needed, part) if needed else part) for sign, needed in _signs())
+
+
+def _lines_with(needed: bytes, part: bytes) -> bytes:
+    """The lines that hold certain bytes, of which a pattern that could begin at any word is spared the rest."""
+    lines: list[bytes] = []
+    at, left = part.find(needed), _SIGNED
+    while at >= 0 and left > 0:
+        first = max(part.rfind(b"\n", 0, at) + 1, at - _SEEN)
+        last = part.find(b"\n", at)
+        lines.append(part[first : min(len(part) if last < 0 else last, at + _SEEN)])
+        left -= len(lines[-1])
+        at = part.find(needed, last) if last >= 0 else -1
+    return b"\n".join(lines)
 
 
 @cache
-def _signs() -> tuple[re.Pattern[bytes], ...]:
+def _signs() -> tuple[tuple[re.Pattern[bytes], bytes], ...]:
     """One by one: a pattern that begins with a literal is found ten times faster alone than as an alternative."""
-    return tuple(re.compile(program.SIGN) for program in programs() if program.SIGN)
+    return tuple((re.compile(program.SIGN), program.NEEDED) for program in programs() if program.SIGN)

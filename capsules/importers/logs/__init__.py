@@ -1,7 +1,8 @@
 """Readers of the lines that training programs print, composed: a log mixes several of them.
 
 A reader is one module with ``FORMAT`` (the program's name), ``SIGN`` (a regular expression over bytes that tells its
-lines from all others) and ``Lines``, a class with ``marks``, ``open`` and ``take(line)``. It is listed here, once.
+lines from all others), ``NEEDED`` (bytes that each of those lines has) and ``Lines``, a class with ``marks``, ``open``
+and ``take(line)``. It is listed here, once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from .log import Log, Reader
 MODULES = (
     "megatron",
     "torchtitan",
+    "objects",
     "hf_stdout",
     "llm_c",
     "olmo",
+    "composer",
     "nanogpt",
     "deepspeed",
     "incidents",
@@ -39,6 +42,11 @@ class Program(Protocol):
     @property
     def SIGN(self) -> bytes:
         """Regular expression that is found in a log of this program; empty where no line is certain."""
+        ...
+
+    @property
+    def NEEDED(self) -> bytes:
+        """Bytes that every line has in which the sign is found; empty where there are none."""
         ...
 
     def Lines(self, log: Log) -> Reader:

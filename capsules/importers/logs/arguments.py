@@ -9,6 +9,7 @@ from ..arguments import stated_by
 from .log import Log, Stateless, number
 
 FORMAT = ""
+NEEDED = b""
 SIGN = b""
 
 _LINE = re.compile(r"^(?:\[[^\]]*\] ?)*\s+(\w{1,100}) \.{2,100} ?(.{0,400})$")

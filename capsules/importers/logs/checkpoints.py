@@ -7,6 +7,7 @@ import re
 from .log import Log, Stateless, count
 
 FORMAT = ""
+NEEDED = b""
 SIGN = b""
 
 _LOADED = re.compile(

@@ -11,6 +11,7 @@ import re
 from .log import NUMBER, Log, Stateless, count, number, size
 
 FORMAT = "DeepSpeed"
+NEEDED = b""
 SIGN = (
     rb"\[(?:deepspeed|deepscale)\] OVERFLOW!|\[Rank \d+\] step=\d+, skipped=\d+, lr=|OVERFLOW! Rank \d+ Skipping step"
 )

@@ -11,6 +11,7 @@ from typing import Any
 from .log import Log, count, size
 
 FORMAT = ""
+NEEDED = b""
 SIGN = (
     rb"Traceback \(most recent call last\):|out of memory\. Tried to allocate"
     rb"|Watchdog caught collective operation timeout|NCCL WARN|ProcessGroupNCCL"

@@ -7,6 +7,7 @@ import re
 from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "llm.c"
+NEEDED = b""
 SIGN = rb"(?:^|[\n ])s:\d+ (?:trl|tel|eel):"
 
 _LINE = re.compile(r"(?:^|\s)s:(\d+) ((?:\w{1,40}:\S{1,40}(?:\s{1,9}|$)){1,40})$")

@@ -9,6 +9,7 @@ from ..names import standard
 from .log import Log, Stateless, count, number
 
 FORMAT = "Megatron-LM"
+NEEDED = b""
 SIGN = (
     rb"iteration\s{1,20}\d{1,19}\s{0,20}/\s{0,20}\d{1,19}\s{0,20}\|[^\n]{0,200}?"
     rb"(?:consumed|elapsed time per iteration|learning rate|lr:)"

@@ -7,6 +7,7 @@ import re
 from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "nanoGPT"
+NEEDED = b""
 SIGN = rb"(?:iter \d+: loss [-+\d.nai]+, time [\d.]+ms|step \d+: train loss [-+\d.nai]+, val loss )"
 
 _ITER = re.compile(rf"\biter (\d+): loss ({NUMBER}), time ({NUMBER})ms(?:, mfu ({NUMBER})%)?")

@@ -7,6 +7,7 @@ import re
 from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "OLMo"
+NEEDED = b""
 SIGN = rb"\[step=[\d,]+(?:/[\d,]+)?(?:,[^\]\n]{0,200})?\][^\n]*\n[^\n]{0,200}?[ \t]{2,}[\w/ ().-]{1,120}=[-+\d.na]"
 
 _STEP = re.compile(r"\[step=(\d[\d,]*?)(?:/(\d[\d,]*?))?(?:,epoch=(\d+)[^\]]*|,[a-z][^\]]*)?\]")

@@ -7,6 +7,7 @@ import re
 from .log import NUMBER, Log, Stateless, count, number, size
 
 FORMAT = "torchtitan"
+NEEDED = b""
 SIGN = rb"step:\s+\d+\s.{0,12}loss:\s+.{0,160}(?:tps|memory):"
 
 _STEP = re.compile(r"(validate )?step:\s*(\d[\d,]*)\s+(\S+:\s.*)")

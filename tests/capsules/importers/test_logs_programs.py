@@ -216,3 +216,57 @@ class TestOwnPrints:
             + "\n"
         )
         assert values(capsule, "loss") == [(50, 2.25), (501, 2.0)]
+
+
+class TestOthers:
+    def test_blocks_of_composer(self, imported: Imports):
+        capsule = imported(
+            "[epoch=1][batch=1/50]:\n\t Train time/batch: 50\n\t Train loss/train/total: 5.25\n"
+            "\t Train lr-DecoupledAdamW/group0: 2e-4\n\t Train l2_norm/grad/global: 1.5\n"
+            "[Eval batch=2/2] Eval on c4 data:\n\t Eval metrics/c4/LanguageCrossEntropy: 5.5\n"
+        )
+        assert values(capsule, "loss") == [(51, 5.25)]
+        assert values(capsule, "learning_rate") == [(51, 2e-4)]
+        assert values(capsule, "grad_norm") == [(51, 1.5)]
+        assert values(capsule, "eval_loss") == [(51, 5.5)]
+
+    def test_objects_behind_a_logger_and_fairseqs_text(self, imported: Imports):
+        capsule = imported(
+            '2021-10-01 12:00:00 | INFO | train_inner | {"loss": "9.5", "num_updates": "100", "gnorm": "1.5"}\n'
+        )
+        assert values(capsule, "loss") == [(100, 9.5)]
+        assert values(capsule, "grad_norm") == [(100, 1.5)]
+        capsule = imported(
+            "INFO | train_inner | epoch 001:    99 / 500 loss=9.5, num_updates=100, lr=5e-4\n"
+            "INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.75 | ppl 12.3 | num_updates 100\n"
+            "INFO | train | epoch 001 | loss 11.5 | num_updates 100\n"
+        )
+        assert values(capsule, "loss") == [(100, 9.5)]  # the mean of the epoch stands aside
+        assert values(capsule, "eval_loss") == [(100, 9.75)]
+
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("epoch {e}: step {s}/2 loss={v}", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("Epoch [{e}/2], Step [{s}/2], Loss: {v}", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("Epoch: [{e}][{s}/2]\tTime 0.3 (0.4)\tLoss {v} (4.0)", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("Train Epoch: {e} [{s}/2 (0%)]\tLoss: {v}", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("\rLoss: {v}:  12%|##  | {t}/4 [00:01<00:05,  1.1s/it]", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("\r1|{t}|Loss: {v}:  12%|##  | {t}/4 [00:01<00:05,  1.1s/it]", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("Epoch {t}/4 | train loss: {v} | val loss: 5.5", [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]),
+            ("\r2/2 [=====] - 3s 10ms/step - loss: {v} - val_loss: 5.5", [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]),
+        ],
+    )
+    def test_epochs_bars_and_steps_that_begin_anew(self, imported: Imports, line: str, found: list[tuple[int, float]]):
+        text = "".join(line.format(e=t // 2, s=t % 2, t=t, v=4.0 - t) + "\n" for t in range(4))
+        capsule = imported(text)
+        assert values(capsule, "loss") == found
+        if "5.5" in line:
+            assert {value for _, value in values(capsule, "eval_loss")} == {5.5}
+
+    def test_lines_about_held_out_data_are_no_training_loss(self, imported: Imports):
+        capsule = imported(
+            "step 5 | loss: 2.5 | lr 1e-4\n[eval] step 5 | loss: 3.5\nValidation at step 6: loss = 3.25\n"
+        )
+        assert values(capsule, "loss") == [(5, 2.5)]
+        assert values(capsule, "eval_loss") == [(5, 3.5), (6, 3.25)]
