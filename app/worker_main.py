@@ -67,6 +67,7 @@ def _limit_memory(size: int) -> None:
 def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     from ..capsules.errors import EvidenceError
     from ..capsules.jsonio import plain
+    from .casebook.incident import IncidentError
     from .answers import METHODS
 
     try:
@@ -81,7 +82,7 @@ def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
         if function is None:
             return {"error": {"kind": "failed", "message": f"the worker knows no method {method}"}}
         return {"result": plain(function(**params))}
-    except EvidenceError as error:
+    except (EvidenceError, IncidentError) as error:
         return {"error": {"kind": "refused", "message": str(error)}}
     except MemoryError:
         return {"error": _out_of_memory(method)}

@@ -78,7 +78,8 @@ class GateView(View):
     def failed(self, problem: str) -> None:
         """Say it in place of the page."""
         self._to_run = False
-        self.query_one("#page", Static).update(f" {one_line(problem)}")
+        lines = wrapped(problem, self.size.width - 2)
+        self.query_one("#page", Static).update("\n".join(f" {each}" for each in lines))
 
     def on_resize(self, event: events.Resize) -> None:
         """Lines are as long as the screen is wide."""

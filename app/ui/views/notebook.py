@@ -78,7 +78,8 @@ class NotebookView(View):
         self._doing = ""
         self.notify(one_line(problem), severity="warning", markup=False)
         if self._book is None:
-            self.query_one("#page", Static).update(f" {one_line(problem)}")
+            lines = wrapped(problem, self.size.width - 2)
+            self.query_one("#page", Static).update("\n".join(f" {each}" for each in lines))
         self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -183,9 +184,9 @@ def clock(book: Notebook, now: datetime, width: int, doing: str = "") -> list[Te
         line.append(f"   target {books.duration(books.TARGET)}", "dim")
     if book.case:
         line.append(f"   case {one_line(book.case)}", "cyan")
-    if doing:
-        line.append(f"   {doing}", "bold cyan")
     found = [line]
+    if doing:
+        found.append(Text(f" {doing}", "bold cyan"))
     if book.late(now):
         found += [Text(f" {each}", "yellow") for each in wrapped(books.WAY_BACK, width - 2)]
     return [*found, Text()]
