@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from . import cards
-from .gate.record import RecordError, verify
+from .gate.record import RecordError, record_name, verify
 from .log import own
 from .nodes import find_test
 from .store import Repository, StoreError
@@ -111,6 +111,9 @@ def _gate(card: cards.Card, repository: Repository) -> Iterator[Problem]:
     except (RecordError, StoreError) as error:
         yield Problem(line=_line(card, "Gate"), case=card.id, words=f"the gate does not verify: {error}")
         return
+    if record_name(card.id) not in gate:
+        words = f"the card names {gate.split()[0]}, the gate of this case is {record_name(card.id)}"
+        yield Problem(line=_line(card, "Gate"), case=card.id, words=words)
     if facts.outcome not in gate.replace("·", " ").split():
         yield Problem(line=_line(card, "Gate"), case=card.id, words=f"the card says {gate}; the record {facts.outcome}")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import paths
+from ..text import one_line
 from . import cards
 from .files import replace_file, restore_file
 from .incident import read_notebook, update_incident
@@ -156,6 +157,9 @@ def plan(statement: Statement, incident: Incident, *, repo: Path | None = None, 
     fix = code.commit_id(statement.fix_commit)
     if statement.fix_commit and fix is None:
         words = f"{statement.fix_commit} is no commit in {code.root}"
+        problems.append(_Problem("fix_commit", f"--fix-commit {words}", words))
+    elif fix is not None and (filed := code.trailers(fix).get("Case-Id")):
+        words = f"{fix[:12]} files the case {one_line(filed, 100)} and fixes nothing; name the commit of the fix"
         problems.append(_Problem("fix_commit", f"--fix-commit {words}", words))
     if statement.regression_test and (problem := _test_problem(code, statement.regression_test, fix)):
         problems.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _MISLED = "misled by"
+_PASSED = re.compile(r"^\S+\.json\W+passed(?:-with-exceptions)?\b")
 
 
 def is_gated(gate: str) -> bool:
-    """Whether the field ``Gate`` of a case tells of a record that passed."""
-    return "passed" in gate.casefold()
+    """Whether the field ``Gate`` of a case tells of a record that passed, as the gate writes it."""
+    return _PASSED.search(gate.casefold()) is not None
 
 
 def case_block(

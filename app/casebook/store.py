@@ -1,7 +1,7 @@
-"""The only module that runs git: what a repository holds, and the commit of one file and nothing else.
+"""What a git repository holds, and the commit of single files and nothing else. All of git is asked through here.
 
-Every call is one git process that has ended when the call returns. User text never stands where git looks for an
-option; hooks and signing are the repository's own business and are left on.
+User text never stands where git looks for an option; hooks and signing are the repository's own business and are left
+on.
 """
 
 from __future__ import annotations
@@ -11,26 +11,16 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ..text import one_line
+from .gitcall import StoreError, run_git
 
 #: Seconds between tries while another git process holds the index.
 LOCK_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.5)
 
-
-class StoreError(Exception):
-    """Git, or the repository, refuses; one line that says what, where, and what to do.
-
-    Attributes:
-        held: another git process holds the index, so that a later try may succeed.
-    """
-
-    def __init__(self, message: str, *, held: bool = False) -> None:
-        super().__init__(message)
-        self.held = held
+_NO_HOOKS = ("-c", f"core.hooksPath={os.devnull}", "-c", "submodule.recurse=false")
 
 
 def version() -> str:
@@ -39,7 +29,7 @@ def version() -> str:
     Raises:
         StoreError: there is no git.
     """
-    return _run(Path.cwd(), "version").decode("utf-8", "replace").removeprefix("git version ").strip()
+    return run_git(Path.cwd(), "version").decode("utf-8", "replace").removeprefix("git version ").strip()
 
 
 def identity(directory: Path) -> str:
@@ -48,7 +38,7 @@ def identity(directory: Path) -> str:
     Raises:
         StoreError: git does not know.
     """
-    return _run(directory, "var", "GIT_COMMITTER_IDENT").decode("utf-8", "replace").rpartition(">")[0] + ">"
+    return run_git(directory, "var", "GIT_COMMITTER_IDENT").decode("utf-8", "replace").rpartition(">")[0] + ">"
 
 
 def create(directory: Path) -> Repository:
@@ -57,7 +47,7 @@ def create(directory: Path) -> Repository:
     Raises:
         StoreError: there is no git, or it refuses.
     """
-    _run(directory, "init", "--quiet")
+    run_git(directory, "init", "--quiet")
     return Repository(directory)
 
 
@@ -125,7 +115,13 @@ class Repository:
         """Whether the index knows the file."""
         return bool(self._git("ls-files", "-z", "--", f":(top,literal){relative}"))
 
-    def commit(self, paths: Path | Sequence[Path], message: str, delays: Sequence[float] = LOCK_DELAYS) -> str:
+    def commit(
+        self,
+        paths: Path | Sequence[Path],
+        message: str,
+        delays: Sequence[float] = LOCK_DELAYS,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """Commit files as they lie in the work tree, and only them; return the commit's id.
 
         Staged and unstaged changes of other files stay as they are. On failure the index is as it was.
@@ -134,27 +130,35 @@ class Repository:
             paths: one file or several.
             message: the whole message.
             delays: seconds to wait between tries while another process holds the index.
+            environment: variables by which git and its hooks can be found.
 
         Raises:
             StoreError: git refused; in its own words, or in ours where we know what to do.
         """
         names = [self.relative(path) for path in ([paths] if isinstance(paths, Path) else paths)]
         pathspecs = [f":(top,literal){name}" for name in names]
-        new = [pathspec for name, pathspec in zip(names, pathspecs, strict=True) if not self.tracked(name)]
+        new = [name for name in names if not self.tracked(name)]
         added = False
         try:
             if new:
-                self._patiently(delays, "add", "--", *new)
+                self._patiently(delays, "add", "--", *(f":(top,literal){name}" for name in new))
                 added = True
             with tempfile.TemporaryFile() as text:
                 text.write(message.encode("utf-8", "replace"))
-                self._patiently(delays, "commit", "--quiet", "--file=-", "--only", "--", *pathspecs, text=text)
+                # The message is committed as it was shown, whatever commit.cleanup says of lines that begin with #.
+                options = ("--quiet", "--cleanup=whitespace", "--file=-", "--only")
+                self._patiently(delays, "commit", *options, "--", *pathspecs, text=text, env=environment)
         except BaseException:
             if added:
-                with contextlib.suppress(StoreError):
-                    self._patiently(delays, "rm", "--cached", "--quiet", "--", *new)
+                self.forget(new, delays)
             raise
         return self._git("rev-parse", "--verify", "HEAD").decode().strip()
+
+    def forget(self, names: Sequence[str], delays: Sequence[float] = LOCK_DELAYS) -> None:
+        """Take files out of the index that no commit holds; what lies in the work tree stays."""
+        pathspecs = [f":(top,literal){name}" for name in names]
+        with contextlib.suppress(StoreError):  # forced, as a hook may have rewritten the file before it refused
+            self._patiently(delays, "rm", "--cached", "--force", "--ignore-unmatch", "--quiet", "--", *pathspecs)
 
     def commit_all(self, message: str) -> str:
         """Commit everything in the work tree that no ignore rule excludes; return the commit's id.
@@ -226,17 +230,60 @@ class Repository:
         names = [os.fsdecode(row[3:]) for row in printed.split(b"\0") if len(row) > 3]
         return [name for name in names if not any(name == each or name.startswith(f"{each}/") for each in leaving_out)]
 
-    def add_worktree(self, path: Path, commit: str) -> None:
+    def add_worktree(self, path: Path, commit: str, environment: Mapping[str, str] | None = None) -> None:
         """Check a commit out into a new directory outside the work tree, on no branch.
+
+        No hook runs: post-checkout is for the trees in which people work, and may change the repository.
+
+        Args:
+            path: of the new directory.
+            commit: a full commit id.
+            environment: variables by which the process can be found.
 
         Raises:
             StoreError: git refused.
         """
-        self._git("worktree", "add", "--quiet", "--detach", "--", os.fspath(path), commit)
+        self._git(*_NO_HOOKS, "worktree", "add", "--quiet", "--detach", "--", os.fspath(path), commit, env=environment)
 
-    def prune_worktrees(self) -> None:
-        """Have git forget work trees whose directory is gone."""
-        self._git("worktree", "prune", "--expire=now")
+    def carry(self, tree: Path, commit: str, relative: str) -> None:
+        """Put a file or directory of a commit into another work tree of this repository, as git checks it out.
+
+        Raises:
+            StoreError: it is not in that commit, or cannot be written.
+        """
+        run_git(tree, *_NO_HOOKS, "checkout", "--quiet", commit, "--", f":(top,literal){relative}")
+
+    def submodules(self, commit: str) -> dict[str, str]:
+        """Submodules of a commit: path and the commit of theirs."""
+        rows = self._git("ls-tree", "-r", "-z", "--full-tree", commit).split(b"\0")
+        parts = [row.partition(b"\t") for row in rows if row.startswith(b"160000 ")]
+        return {os.fsdecode(name): meta.split()[2].decode() for meta, _, name in parts}
+
+    def remove_worktrees(self, directory: Path) -> None:
+        """Remove the work trees that lie in a directory, those included that are half made or gone already."""
+        inside = directory.resolve()
+        for row in self._git("worktree", "list", "--porcelain").split(b"\n"):
+            path = Path(os.fsdecode(row.removeprefix(b"worktree ")))
+            if row.startswith(b"worktree ") and path.resolve().is_relative_to(inside):
+                with contextlib.suppress(StoreError):
+                    self._git("worktree", "remove", "--force", "--force", "--", os.fspath(path))
+
+    def ignored(self, relative: str) -> bool:
+        """Whether an ignore rule keeps a file, which the index does not know, out of a commit."""
+        with contextlib.suppress(StoreError):  # it says no by its exit status
+            return bool(self._git("check-ignore", "--", relative))
+        return False
+
+    def unfinished(self) -> str:
+        """What has to be concluded before a commit of single files is possible (``merge``), or an empty string."""
+        marks = {"MERGE_HEAD": "merge", "CHERRY_PICK_HEAD": "cherry-pick"}
+        return next((word for mark, word in marks.items() if (self.git_directory / mark).exists()), "")
+
+    def touched(self, commit: str) -> list[str]:
+        """Paths that a commit changes against its first parent."""
+        options = ("--no-renames", "--root", "--no-commit-id", "--name-only", "-r", "-z")
+        rows = self._git("diff-tree", *options, "--diff-merges=first-parent", commit, "--").split(b"\0")
+        return [os.fsdecode(row) for row in rows if row]
 
     def summary(self, commit: str) -> str:
         """What a commit is and touches, as git tells it (``git show --stat``)."""
@@ -268,12 +315,18 @@ class Repository:
         finally:
             os.close(descriptor)
 
-    def _patiently(self, delays: Sequence[float], *arguments: str, text: BinaryIO | None = None) -> None:
+    def _patiently(
+        self,
+        delays: Sequence[float],
+        *arguments: str,
+        text: BinaryIO | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         for delay in (*delays, None):
             if text is not None:
                 text.seek(0)
             try:
-                self._git(*arguments, text=text)
+                self._git(*arguments, text=text, env=env)
                 return
             except StoreError as error:
                 if not error.held:
@@ -285,45 +338,8 @@ class Repository:
                     ) from None
                 time.sleep(delay)
 
-    def _git(self, *arguments: str, text: BinaryIO | None = None) -> bytes:
-        return _run(self._directory, *arguments, text=text)
+    def _git(self, *arguments: str, text: BinaryIO | None = None, env: Mapping[str, str] | None = None) -> bytes:
+        return run_git(self._directory, *arguments, text=text, env=env)
 
 
-def _run(directory: Path, *arguments: str, text: BinaryIO | None = None) -> bytes:
-    """Run git to its end in a directory and return what it printed."""
-    # Without this, importing GitPython fails where there is no git, before it can be said in our words.
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    import git
-
-    try:
-        status, output, errors = git.Git().execute(
-            # Housekeeping in the background would outlive the call.
-            ["git", "-C", os.fspath(directory), "-c", "gc.auto=0", "-c", "maintenance.auto=false", *arguments],
-            istream=text,
-            with_extended_output=True,
-            with_exceptions=False,
-            stdout_as_string=False,
-            strip_newline_in_stdout=False,
-            env={"GIT_TERMINAL_PROMPT": "0"},
-        )
-    except git.GitCommandNotFound:
-        raise StoreError("git is not on the PATH; install it") from None
-    if status:
-        raise StoreError(_reason(str(errors), arguments[0], directory), held="index.lock': File exists" in str(errors))
-    assert isinstance(output, bytes)
-    return output
-
-
-def _reason(errors: str, command: str, directory: Path) -> str:
-    """Git's complaint as one line; where the way out is known, that."""
-    if "tell me who you are" in errors or "empty ident name" in errors or "unable to auto-detect email" in errors:
-        return (
-            "git does not know who commits: git config --global user.name NAME and user.email ADDRESS, "
-            "or set GIT_AUTHOR_NAME, GIT_AUTHOR_EMAIL, GIT_COMMITTER_NAME and GIT_COMMITTER_EMAIL"
-        )
-    if "not a git repository" in errors:
-        return f"{directory} is not inside a git repository; give one with --repo, or run git init"
-    if "this operation must be run in a work tree" in errors:
-        return f"{directory} is a bare repository; give a work tree with --repo"
-    lines = [line for line in errors.splitlines() if line.strip() and not line.startswith("hint:")]
-    return f"git {command}: {one_line(' · '.join(lines) or 'failed without a word', 600)}"
+__all__ = ["LOCK_DELAYS", "Repository", "StoreError", "create", "identity", "version"]

@@ -18,7 +18,7 @@ from ..casebook import cards, search
 from ..casebook.lint import Problem, lint
 from ..casebook.log import load
 from ..casebook.resolve import ResolveError, read
-from ..casebook.show import case_block
+from ..casebook.show import case_block, is_gated
 from ..casebook.store import Repository, StoreError
 from ..output import FOUND, OK, CommandError, console, narrate, print_json
 from ..text import one_line, visible
@@ -158,6 +158,8 @@ def _rows(card: cards.Card) -> list[RenderableType]:
     row.append(f"  {visible(card.title)}")
     if card.seed:
         row.append("  seed", "bright_black")
+    elif not is_gated(card.get("Gate")):
+        row.append("  ○ not gated", "yellow")
     suspect = card.get("Root cause") or card.get("First suspect")
     below = Padding(Text(cards.single_line(suspect), "bright_black"), (0, 0, 0, 4))
     return [row, below] if suspect else [row]

@@ -9,6 +9,7 @@ Exit status: 0 passed (with exceptions too), 1 not passed, 2 cannot be run.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -97,13 +98,16 @@ def _run(gate: Gate, args: argparse.Namespace) -> int:
 
     with Worker() as worker:
         facts = gate.run(worker, progress)
+    if gate.warning:
+        narrate(f"warning: {gate.warning}")
+    _print(gate, args, facts)
     if target is not None:
         try:
-            target.write_bytes(junit(facts))
+            with open(target, "xb") as stream:
+                stream.write(junit(facts))
         except OSError as error:
             raise CommandError(f"{target} cannot be written: {error.strerror}") from error
         narrate(f"wrote {target}")
-    _print(gate, args, facts)
     return FOUND if facts.outcome == "failed" else OK
 
 
@@ -116,7 +120,8 @@ def _show(gate: Gate, args: argparse.Namespace) -> int:
 
 
 def _verify(gate: Gate, args: argparse.Namespace) -> int:
-    facts = verify(gate.repository, gate.case)
+    with Worker() as worker:
+        facts = verify(gate.repository, gate.case, lambda path: worker.call("describe", {"path": str(path)})["sha256"])
     if args.json:
         _print(gate, args, facts)
     else:
@@ -170,4 +175,6 @@ def _new_file(name: str | None) -> Path | None:
     path = Path(name)
     if path.exists():
         raise CommandError(f"{path} is there already and is not replaced; name another file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise CommandError(f"{path.parent} is no directory that can be written to")
     return path

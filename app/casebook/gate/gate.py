@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ import msgspec
 from ... import paths
 from .. import cards, store
 from ..files import replace_file, restore_file
-from ..incident import update_incident
+from ..incident import IncidentError, read_notebook, update_incident
 from ..resolve import ResolveError
 from ..resolve import read as read_log
 from ..store import Repository, StoreError
@@ -30,7 +31,7 @@ from .workshop import Workshop
 if TYPE_CHECKING:
     from ...worker import Worker
 
-_COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,40})\b")
+_COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,64})\b")
 _LARGEST_PLAN = 1 << 20
 
 #: Told while a gate runs: the item, and a line that its command printed (empty where it begins), or its result.
@@ -66,6 +67,8 @@ class Gate:
         self.card = card
         self.plan_file = self.repository.root / record.plan_name(case)
         self.record_file = self.repository.root / record.record_name(case)
+        #: What went wrong after the record was committed, in a line; empty where nothing did.
+        self.warning = ""
 
     # -- prepare
 
@@ -136,6 +139,8 @@ class Gate:
         if dirty:
             more = f" and {len(dirty) - 1} more" if len(dirty) > 1 else ""
             raise GateError(f"the work tree has changes that are in no commit ({dirty[0]}{more}); commit or stash them")
+        self._check_committable()
+        who = store.identity(self.repository.root)
         started, before = datetime.now(UTC), time.monotonic()
         capsule_sha256 = self._capsule_digest(worker, plan)
         item = ""
@@ -148,32 +153,52 @@ class Gate:
             return worker.call("analyze", {"path": os.fspath(path), "rules": rules}), facts["sha256"]
 
         results: list[Result] = []
-        with Workshop(self.repository, lambda line: progress(item, line)) as workshop:
-            bench = Bench(self.repository, workshop, broken, fixed, analyze)
-            for item in ITEMS:
-                progress(item, "")
-                results.append(run_item(item, plan, bench))
-                progress(item, results[-1])
-        facts = Facts(
-            case=self.case,
-            broken=broken,
-            fixed=fixed,
-            capsule_sha256=capsule_sha256,
-            plan_sha256=record.sha256(content),
-            rules_sha256=record.sha256(record.canonical(worker.call("rules")["rules"])),
-            version=_version(),
-            results=results,
-            environment=_environment(worker),
-            who=store.identity(self.repository.root),
-            started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
-            seconds=round(time.monotonic() - before, 1),
-        )
-        written = record.canonical(record.statement(facts))
-        self._keep_last(written)
+        try:
+            with Workshop(self.repository, lambda line: progress(item, line)) as workshop:
+                bench = Bench(self.repository, workshop, broken, fixed, analyze)
+                for item in ITEMS:
+                    progress(item, "")
+                    results.append(run_item(item, plan, bench))
+                    progress(item, results[-1])
+                facts = Facts(
+                    case=self.case,
+                    log=self._log_name(),
+                    broken=broken,
+                    fixed=fixed,
+                    capsule_sha256=capsule_sha256,
+                    plan_sha256=record.plan_sha256(content),
+                    rules_sha256=record.sha256(record.canonical(worker.call("rules")["rules"])),
+                    version=_version(),
+                    results=results,
+                    environment=_environment(worker),
+                    who=who,
+                    started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
+                    seconds=round(time.monotonic() - before, 1),
+                )
+                written = record.canonical(record.statement(facts))
+                self._keep_last(written)
+                if facts.outcome != "failed":
+                    self._commit(facts, written, content, started, workshop)
+        except OSError as error:
+            place = error.filename or tempfile.gettempdir()
+            raise GateError(f"the gate cannot work: {place}: {error.strerror or error}") from error
         if facts.outcome != "failed":
-            self._commit(facts, written, started)
-            self._mark_incident(plan, facts)
+            self._conclude(plan, facts)
         return facts
+
+    def _check_committable(self) -> None:
+        """Whatever would keep a gate that passed out of git, said before anything is run.
+
+        Raises:
+            GateError: the log lies elsewhere, a path is ignored, or a merge is unfinished.
+        """
+        if not self._log_name():
+            raise GateError(f"{self.log} lies outside {self.repository.root}: a gate is committed beside its case log")
+        for file in (self.log, self.plan_file, self.record_file):
+            if self.repository.ignored(self.repository.relative(file)):
+                raise GateError(f"{file} is excluded by an ignore rule (.gitignore), so no record could be committed")
+        if word := self.repository.unfinished():
+            raise GateError(f"a {word} is unfinished in {self.repository.root}; conclude it first")
 
     def last(self) -> Facts | None:
         """The last run in this repository, passed or not, or None.
@@ -224,10 +249,8 @@ class Gate:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, content)
 
-    def _commit(self, facts: Facts, written: bytes, moment: datetime) -> None:
-        """Card, gate file and record in one commit; on failure the files are as they were."""
-        if not self._log_name():
-            raise GateError(f"{self.log} lies outside {self.repository.root}: a gate is committed beside its case log")
+    def _commit(self, facts: Facts, written: bytes, plan: bytes, moment: datetime, workshop: Workshop) -> None:
+        """Card, gate file and record in one commit; on failure, or when killed, the files are as they were."""
         gate = f"{record.record_name(self.case)} · {facts.outcome} {moment:%Y-%m-%d}"
         capsule = f"Capsule-Sha256: {facts.capsule_sha256}\n" if facts.capsule_sha256 else ""
         words = "\n".join(f"{each.item}: {each.verdict}" for each in facts.results)
@@ -239,26 +262,38 @@ class Gate:
             text = read_log(self.log)
             files = (self.log, self.plan_file, self.record_file)
             before = {file: file.read_bytes() if file.exists() else None for file in files}
+            if before[self.plan_file] != plan:
+                raise GateError(f"{self.plan_file} changed while the gate ran; run it again")
             head = self.repository.commit_id("HEAD")
-            try:
-                replace_file(
-                    self.log, cards.set_field(text, self.case, "Gate", gate).encode("utf-8", "surrogateescape")
-                )
-                replace_file(self.record_file, written)
-                self.repository.commit(files, message)
-            except (cards.CardError, OSError) as error:
-                _restore(before)
-                raise GateError(f"the gate passed and is not committed: {error}") from error
-            except BaseException:
-                if self.repository.commit_id("HEAD") == head:
+            with workshop.restoring(before, self.record_file):
+                try:
+                    edited = cards.set_field(text, self.case, "Gate", gate)
+                    replace_file(self.log, edited.encode("utf-8", "surrogateescape"))
+                    replace_file(self.record_file, written)
+                    self.repository.commit(files, message, environment=workshop.mark)
+                except (cards.CardError, OSError) as error:
                     _restore(before)
-                raise
+                    raise GateError(f"the gate passed and is not committed: {error}") from error
+                except BaseException:
+                    if self.repository.commit_id("HEAD") == head:
+                        _restore(before)
+                    raise
 
-    def _mark_incident(self, plan: Plan, facts: Facts) -> None:
-        """The incident beside its capsule is closed; where the capsule is elsewhere, the record in git says it."""
-        path = self.repository.root / plan.capsule
-        if plan.capsule and (path / "capsule.json").is_file():
-            update_incident(path, {"status": "gated", "gate": facts.outcome, "gated": facts.started})
+    def _conclude(self, plan: Plan, facts: Facts) -> None:
+        """Check what was committed, and close the incident beside its capsule.
+
+        The commit stands by now, so what goes wrong is a warning. Where the capsule is elsewhere, the record in git
+        says it.
+        """
+        try:
+            record.verify(self.repository, self.case)
+            path = self.repository.root / plan.capsule
+            if plan.capsule and (path / "capsule.json").is_file() and read_notebook(path).case == self.case:
+                update_incident(path, {"status": "gated", "gate": facts.outcome, "gated": facts.started})
+        except record.RecordError as error:
+            self.warning = f"the record was committed and does not hold, as a hook or filter changed it: {error}"
+        except (IncidentError, StoreError) as error:
+            self.warning = f"the record was committed; the incident is not marked: {error}"
 
 
 def _restore(before: dict[Path, bytes | None]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +14,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..store import Repository
+from ..store import Repository, StoreError
 from . import outcomes, performance
 from .outcomes import Judgement, OutcomeError
 from .plan import Documents, Equivalence, Item, Performance, Plan, Regression
 from .workshop import Ran, Workshop
 
 Verdict = Literal["passed", "failed", "error", "skipped"]
+
+#: What unittest says where it found no test, with a status that says success before Python 3.12.
+_NO_TEST = re.compile(r"^Ran 0 tests in ", re.MULTILINE)
 
 #: Analyses a capsule with some rules and gives the report and its digest; the caller owns the worker that does it.
 Analyze = Callable[[Path, list[str]], tuple[dict[str, Any], str]]
@@ -105,7 +111,8 @@ def _regression(item: Regression, bench: Bench) -> Result:
         try:
             tests.append(outcomes.read(path))
         except OutcomeError as error:
-            return Result(item="regression", verdict="error", words=f"on the {which} {error}", runs=runs)
+            words = f"on the {which} it {error} (exit status {ran.status})"
+            return Result(item="regression", verdict="error", words=words, runs=runs)
     judged = outcomes.judge_regression(tests[0], tests[1], status)
     return Result(
         item="regression",
@@ -120,18 +127,18 @@ def _regression(item: Regression, bench: Bench) -> Result:
 
 def _carry(bench: Bench, name: str, tree: Path) -> str:
     """Put a file of the fixed revision into the broken tree; why that cannot be, or an empty string."""
-    if Path(name).is_absolute() or ".." in Path(name).parts or not name:
+    if not _inside(name):
         return f"files: {name!r} does not lie in the repository"
-    content = bench.repository.show(bench.fixed, name, filtered=True)
-    if content is None:
-        return f"files: {name} is not in the fixed revision"
-    target = tree / name
-    if not target.parent.resolve().is_relative_to(tree.resolve()):
-        return f"files: {name} leads out of the tree"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    target.write_bytes(content)
+    try:
+        bench.repository.carry(tree, bench.fixed, Path(name).as_posix())
+    except StoreError as error:
+        return f"files: {name} cannot be taken from the fixed revision: {error}"
     return ""
+
+
+def _inside(name: str) -> bool:
+    """Whether a name from a gate's file leads to something in a tree, by its words."""
+    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _green(name: str, item: Item, bench: Bench) -> Result:
@@ -144,6 +151,8 @@ def _green(name: str, item: Item, bench: Bench) -> Result:
     try:
         tests = outcomes.read(path)
     except OutcomeError:  # it is no test runner: its exit status speaks for it
+        if not ran.status and _NO_TEST.search(ran.output):
+            return Result(item=name, verdict="error", words="collects nothing: no test ran", runs=runs)
         judged = Judgement(
             "failed" if ran.status else "passed",
             f"ends with status {ran.status}" if ran.status else "the command succeeds",
@@ -156,10 +165,11 @@ def _green(name: str, item: Item, bench: Bench) -> Result:
 def _tested(item: Item, bench: Bench, commit: str, tree: Path, junit: str = "") -> tuple[Ran, Path]:
     """Run an item's command with a place for its JUnit XML, and say where that is."""
     own = bench.workshop.scratch(f"junit-{commit[:12]}.xml")
-    own.unlink(missing_ok=True)
-    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p no:cacheprovider --junitxml={own}"
-    ran = bench.workshop.run(item.command, tree, item.timeout, {"PYTEST_ADDOPTS": options.strip()})
-    return ran, tree / junit if junit else own
+    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} -p no:cacheprovider {shlex.quote(f'--junitxml={own}')}"
+    path = tree / junit if junit else own
+    with contextlib.suppress(OSError):
+        path.unlink()  # one that lay there says nothing of this run
+    return bench.workshop.run(item.command, tree, item.timeout, {"PYTEST_ADDOPTS": options.strip()}), path
 
 
 def _quiet(item: Equivalence, bench: Bench) -> Result:

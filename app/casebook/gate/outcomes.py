@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...text import one_line
+
 Outcome = Literal["passed", "failed", "error", "skipped"]
 
 _LARGEST = 64 << 20
@@ -41,15 +43,15 @@ def read(path: Path) -> tuple[Test, ...]:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as stream:
             content = stream.read(_LARGEST + 1)
     except OSError as error:
-        raise OutcomeError("it wrote no JUnit XML, so a test that failed cannot be told from one that could not start "
+        raise OutcomeError("wrote no JUnit XML, so a test that failed cannot be told from one that could not start "
                            "(pytest writes it; others name theirs with junit = \"PATH\")") from error  # fmt: skip
-    # Entities could expand to gigabytes; no writer of test results declares any.
-    if len(content) > _LARGEST or b"<!DOCTYPE" in content or b"<!ENTITY" in content:
-        raise OutcomeError("its JUnit XML is too large, or declares entities")
+    # Entities could expand to gigabytes; no writer of test results declares any. UTF-16, full of NULs, would hide them.
+    if len(content) > _LARGEST or any(mark in content for mark in (b"<!DOCTYPE", b"<!ENTITY", b"\0")):
+        raise OutcomeError("wrote JUnit XML that is too large, in UTF-16, or declares entities")
     try:
         root = ElementTree.fromstring(content)
     except (ElementTree.ParseError, ValueError, RecursionError) as error:
-        raise OutcomeError(f"its JUnit XML cannot be read ({error})") from error
+        raise OutcomeError(f"wrote JUnit XML that cannot be read ({error})") from error
     return tuple(_tests(root))
 
 
@@ -70,7 +72,7 @@ def _tests(root: object) -> Iterator[Test]:
             if outcome == "failed" and (_NOT_RUN.match(words) or said.get("type", "").endswith("ImportError")):
                 outcome = "error"
             break
-        yield Test(name, outcome, words[:300])
+        yield Test(one_line(name, 500), outcome, one_line(words, 300))
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,12 @@ def judge_green(tests: tuple[Test, ...], status: int) -> Judgement:
         first = bad[0]
         return Judgement("failed", f"{len(bad)} of {len(ran)} tests fail: {first.name}: {first.words}".rstrip(": "))
     if status:
-        return Judgement("failed", f"its {len(ran)} tests pass and the command ends with status {status}")
-    return Judgement("passed", f"{len(ran)} {'test passes' if len(ran) == 1 else 'tests pass'}")
+        return Judgement("failed", f"{_passing(len(ran))} and the command ends with status {status}")
+    return Judgement("passed", _passing(len(ran)))
+
+
+def _passing(count: int) -> str:
+    return "1 test passes" if count == 1 else f"{count:,} tests pass"
 
 
 def judge_regression(broken: tuple[Test, ...], fixed: tuple[Test, ...], status: int) -> Judgement:
@@ -116,7 +122,8 @@ def judge_regression(broken: tuple[Test, ...], fixed: tuple[Test, ...], status: 
         if stopped is not None:
             return Judgement("error", f"not red: on the broken revision it could not run ({stopped.words or 'error'})")
         if not any(each.outcome == "passed" for each in broken):
-            return Judgement("error", "not red: collects nothing on the broken revision")
+            words = f"every test ({len(broken)}) is skipped or expected to fail" if broken else "collects nothing"
+            return Judgement("error", f"not red: {words} on the broken revision")
         return Judgement("failed", "does not reproduce the fault: passes on both revisions")
     healed = {each.name for each in fixed if each.outcome == "passed"}
     red = [each for each in failed if each.name in healed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from pathlib import PurePosixPath
 from typing import Annotated
 
 import msgspec
@@ -22,7 +23,8 @@ QUESTIONS = {
     "documents": "invariant, limit and version are written down",
 }
 
-Positive = Annotated[float, Meta(gt=0)]
+#: A time limit in seconds, of at most 30 days.
+Seconds = Annotated[float, Meta(gt=0, le=30 * 86_400.0)]
 _SHELL = frozenset({"&&", "||", "|", ";", ">", ">>", "<", "&", "2>&1"})
 
 
@@ -41,7 +43,7 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     skip: str = ""
     command: str = ""
-    timeout: Positive = 900.0
+    timeout: Seconds = 900.0
 
     def missing(self) -> str:
         """What has to be written before the item can run, or an empty string."""
@@ -81,7 +83,7 @@ class Performance(Item, forbid_unknown_fields=True, kw_only=True):
     """A command that prints one number, run on both revisions in turn; ``tolerance`` is a share (0.05: 5 %)."""
 
     lower_is_better: bool = True
-    tolerance: Annotated[float, Meta(ge=0)] = 0.05
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.05
     pairs: Annotated[int, Meta(ge=5, le=101)] = 7
 
 
@@ -136,6 +138,10 @@ def parse(text: str, where: str) -> Plan:
             continue
         if problem := item.missing() or _command_problem(item.command):
             problems.append(f"[{name}] {problem}")
+    if all(found.item(name).skip.strip() for name in ITEMS):
+        problems.append("every item is skipped, so nothing would be shown")
+    if PurePosixPath(found.regression.junit).is_absolute() or ".." in PurePosixPath(found.regression.junit).parts:
+        problems.append("[regression] junit does not lie in the tree")
     if not found.regression.broken.strip():
         problems.append("[regression] needs broken, the revision with the fault")
     if problems:

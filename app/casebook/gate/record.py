@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from .. import cards
 from ..store import Repository
+from . import plan as plans
 from .items import Result, digest_of
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -32,10 +35,11 @@ class Facts(msgspec.Struct, kw_only=True):
 
     Attributes:
         case: id of the case.
+        log: path of the case log from the root of the repository.
         broken: full id of the commit with the fault.
         fixed: full id of the commit with the fix.
         capsule_sha256: digest of the incident's capsule; empty where it is not known.
-        plan_sha256: digest of the gate's file.
+        plan_sha256: digest of the gate's file, with line ends as in git.
         rules_sha256: digest of all rules' declarations and documentation.
         version: of llmconsole.
         results: the six items.
@@ -46,6 +50,7 @@ class Facts(msgspec.Struct, kw_only=True):
     """
 
     case: str
+    log: str
     broken: str
     fixed: str
     capsule_sha256: str
@@ -137,24 +142,29 @@ def read(content: bytes, where: str) -> tuple[dict[str, Any], Facts]:
     return found, facts
 
 
-def verify(repository: Repository, case: str) -> Facts:
+def verify(repository: Repository, case: str, digest: Callable[[Path], str] | None = None) -> Facts:
     """Check a record: as committed by the gate, of this case, with digests and commits that hold.
+
+    It refuses whatever was changed, moved or lost since the gate's commit. Whoever makes up a consistent record, card
+    and message in one commit of their own is not found out by it: only the signature of that commit says who did.
+
+    Args:
+        repository: that of fix and test.
+        case: id of the case.
+        digest: of a capsule; where it is given, capsules at hand that the record names are compared too.
 
     Raises:
         RecordError: the first thing that does not hold.
         StoreError: git cannot be asked.
     """
     name, plan = record_name(case), plan_name(case)
-    try:
-        content = (repository.root / name).read_bytes()
-    except OSError as error:
-        raise RecordError(f"{name} cannot be read ({error.strerror}); llmconsole gate run {case} makes it") from error
-    if repository.show("HEAD", name) != content:
-        raise RecordError(f"{name} differs from what is committed, or was never committed")
-    commit = repository.newest_touching(name)
-    trailers = repository.trailers(commit) if commit else {}
+    content = _committed(repository, name)
+    if content is None:
+        raise RecordError(f"{name} is not there; llmconsole gate run {case} makes it")
+    commit = repository.newest_touching(name) or "HEAD"
+    trailers = repository.trailers(commit)
     if trailers.get("Gate-Sha256") != sha256(content):
-        raise RecordError(f"{name} was changed after the gate wrote it, by commit {(commit or '')[:12]}")
+        raise RecordError(f"{name} was changed after the gate wrote it, by commit {commit[:12]}")
     _, facts = read(content, name)
     if facts.case != case or trailers.get("Case-Id") != case:
         raise RecordError(f"{name} is the record of another case, {facts.case}")
@@ -167,20 +177,72 @@ def verify(repository: Repository, case: str) -> Facts:
     for which, revision in (("fixed", facts.fixed), ("broken", facts.broken)):
         if repository.commit_id(revision) != revision or not repository.reachable(revision):
             raise RecordError(f"{name}: the {which} commit {revision[:12]} is not in this repository any more")
-    if sha256(repository.show(commit or "HEAD", plan) or b"") != facts.plan_sha256:
+    _check_commit(repository, commit, facts)
+    if plan_sha256(repository.show(commit, plan) or b"") != facts.plan_sha256:
         raise RecordError(f"{plan} is not the one that the record was made with")
-    if (repository.show("HEAD", plan) or b"") != _bytes(repository.root / plan):
-        raise RecordError(f"{plan} differs from what is committed")
-    if sha256(repository.show("HEAD", plan) or b"") != facts.plan_sha256:
+    written = _committed(repository, plan) or b""
+    if plan_sha256(written) != facts.plan_sha256:
         raise RecordError(f"{plan} was changed since the record was made; run the gate again")
+    if digest is not None:
+        _check_capsules(repository, facts, written, digest)
     return facts
 
 
-def _bytes(path: Path) -> bytes:
+def _committed(repository: Repository, name: str) -> bytes | None:
+    """A file as HEAD holds it, where the work tree has the same; None where it has none.
+
+    Raises:
+        RecordError: they differ, beyond the line ends that git converts.
+    """
     try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+        lying = (repository.root / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecordError(f"{name} cannot be read ({error.strerror})") from error
+    held = repository.show("HEAD", name)
+    if held is None or (lying != held and lying != repository.show("HEAD", name, filtered=True)):
+        raise RecordError(f"{name} differs from what is committed, or was never committed")
+    return held
+
+
+def _check_commit(repository: Repository, commit: str, facts: Facts) -> None:
+    """The record's commit holds what a gate commits, and nothing else; the card in it names the record and its outcome.
+
+    Raises:
+        RecordError: it is another commit.
+    """
+    name = record_name(facts.case)
+    others = [path for path in repository.touched(commit) if path not in (name, plan_name(facts.case), facts.log)]
+    if others:
+        raise RecordError(f"{name} was not committed by a gate: commit {commit[:12]} also changes {others[0]}")
+    text = (repository.show(commit, facts.log) or b"").decode("utf-8", "replace")
+    card = cards.find(cards.parse(text), facts.case)
+    gate = card.get("Gate") if card else ""
+    if gate.split()[:1] != [name] or facts.outcome not in gate.split():
+        raise RecordError(f"{name} says {facts.outcome}, the card in its commit {gate or 'nothing'}")
+
+
+def _check_capsules(repository: Repository, facts: Facts, plan: bytes, digest: Callable[[Path], str]) -> None:
+    """Capsules that are at hand are still those of the record; they need not be in git, so they may be absent.
+
+    Raises:
+        RecordError: one is another now.
+    """
+    found = plans.parse(plan.decode("utf-8", "replace"), plan_name(facts.case))
+    wanted = {found.capsule: facts.capsule_sha256} if found.capsule and facts.capsule_sha256 else {}
+    for each in facts.results:
+        if isinstance(each.baseline, dict) and {"capsule", "sha256"} <= each.baseline.keys():
+            wanted[str(each.baseline["capsule"])] = str(each.baseline["sha256"])
+    for name, sha in wanted.items():
+        path = repository.root / name
+        if path.exists() and digest(path) != sha:
+            raise RecordError(f"{record_name(facts.case)} is of another capsule than {name} is now")
+
+
+def plan_sha256(content: bytes) -> str:
+    """Digest of a gate's file, whatever line ends git gives it in a work tree."""
+    return sha256(content.replace(b"\r\n", b"\n"))
 
 
 def junit(facts: Facts) -> bytes:

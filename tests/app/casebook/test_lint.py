@@ -75,7 +75,7 @@ def test_what_is_missing_unknown_or_taken_is_said_where_it_stands(repository: Pa
 def test_a_gate_that_does_not_verify(repository: Path) -> None:
     text = WHOLE + "- **Gate:** gates/labels-shifted.json · passed 2026-11-29\n"
     (said,) = words(text, repository)
-    assert said.startswith(f"{text.count(chr(10))}: the gate does not verify: gates/labels-shifted.json cannot be read")
+    assert said.startswith(f"{text.count(chr(10))}: the gate does not verify: gates/labels-shifted.json is not there")
 
 
 def test_the_cases_that_ship_with_the_product_are_asked_for_nothing() -> None:

@@ -226,7 +226,8 @@ class TestTheCommit:
         resolve_now(incident)
         log = repository / "debug-cases.md"
         log.write_text(log.read_text() + "\nA note of mine.\n")
-        planned = resolve.plan(dataclasses.replace(STATEMENT, case="another"), incident, now=NOW)
+        another = dataclasses.replace(STATEMENT, case="another", fix_commit="HEAD~1")
+        planned = resolve.plan(another, incident, now=NOW)
         assert "+A note of mine." in planned.diff
         assert planned.uncommitted
 
