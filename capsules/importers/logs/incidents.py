@@ -62,10 +62,10 @@ _MORE = 4
 
 
 class _Trace:
-    """A traceback that is being printed by one rank."""
+    """A traceback that is being printed by one rank, at the step where the run stands when it begins."""
 
-    def __init__(self, indent: int, rank: int) -> None:
-        self.indent, self.rank, self.lines = indent, rank, 0
+    def __init__(self, indent: int, rank: int, step: int | None) -> None:
+        self.indent, self.rank, self.step, self.lines = indent, rank, step, 0
         self.error: dict[str, Any] | None = None
         self.more = _MORE
 
@@ -107,7 +107,7 @@ class Lines:
             in_summary = "traceback :" in line[:at] and self._launched is not None
             rank = self._launched if in_summary and self._launched is not None else self._log.rank
             indent = len(line) - len(line.lstrip()) if in_summary else at
-            self._traces[self._log.rank] = _Trace(indent, rank)
+            self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
             return True
         trace = self._traces.get(self._log.rank)
         if trace is not None and self._traced(trace, line):
@@ -168,7 +168,7 @@ class Lines:
         if trace is None or trace.error is None:
             return
         if self._new(trace.rank, trace.error["type"], trace.error["message"]):
-            self._log.event("exception", rank=trace.rank, **trace.error)
+            self._log.run.event("exception", step=trace.step, rank=trace.rank, **trace.error)
 
     def _oom(self, line: str, found: re.Match[str], rank: int, kind: str) -> bool:
         entry: dict[str, Any] = {"requested": size(found[1], found[2]), "message": line.strip()[:_LONGEST]}

@@ -1,0 +1,246 @@
+"""Rules of the stage runtime that a log alone decides: a job that failed, and an allocator that starves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from .finding import Evidence, Finding, Where
+from .registry import NotCaptured, rule
+from .series import curve
+
+if TYPE_CHECKING:
+    from ..capsules import Capsule
+
+#: Errors by which a launcher or a person says that something else ended the job.
+SECONDARY: Final = frozenset(
+    (
+        *("ChildFailedError", "SystemExit", "KeyboardInterrupt", "CalledProcessError", "ProcessExitedException"),
+        *("ProcessRaisedException", "SignalException", "BrokenPipeError", "RendezvousConnectionError"),
+    )
+)
+#: Logged points at which the count of retries rose, from which on they are no accident of the start.
+RETRIES: Final = 3
+#: Throughput beside the best of the run, once warm, below which the retries cost something.
+STARVED: Final = 0.8
+#: Lines of the communication library that are shown beside an error.
+_MOST_LINES = 3
+
+
+@rule(
+    "runtime/job-failed",
+    stage="runtime",
+    severity="warning",
+    needs=("manifest.trigger.kind", "records.events.type"),
+    explained_by=(
+        "data/token-out-of-vocabulary",
+        "numerics/first-nonfinite",
+        "numerics/fp16-overflow",
+        "numerics/loss-nonfinite",
+        "objective/loss-hidden",
+    ),
+)
+def job_failed(capsule: Capsule) -> Iterator[Finding]:
+    """The job ended with an error that its log holds.
+
+    What it checks:
+        Exceptions and out-of-memory errors in an imported log after which no training step was reported.
+    Why it matters:
+        Whoever reads only the curves sees a run that was fine and stopped. The error is the first thing to read, and
+        of many ranks' errors only the first one is the reason.
+    How it decides:
+        The first error of its own, before those by which launchers repeat it, at or after the last reported step. What
+        an exception means is left open (undetermined). Out of memory is told apart by its own numbers: where what was
+        asked for exceeds what is free on the device and what the allocator holds unused together, it is capacity
+        (likely); else it is left open.
+    Looks like it but is not:
+        A traceback that was caught, after which training goes on; an interrupt from the keyboard, a time limit, a
+        signal by which a scheduler stops a job; warnings.
+    What to try next:
+        Read the lines above the error in the log of the rank that is named, not of the launcher.
+    Fix:
+        That of the error. Capacity: a smaller micro-batch or shorter rows with more accumulation, activation
+        checkpointing, sharding, or fewer bytes a number.
+    """
+    if capsule.manifest.trigger is None or capsule.manifest.trigger.kind != "imported":
+        raise NotCaptured("a log that was imported: a recording says itself how it ended")
+    last = _last_step(capsule)
+    errors = [
+        each
+        for each in capsule.records("events")
+        if each.get("kind") in ("exception", "oom") and (last is None or _step(each) is None or _step(each) >= last)
+    ]
+    own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
+    if not own:
+        return
+    first = min(own, key=lambda each: (_step(each) or 0, _time(each), int(each.get("rank") or 0)))
+    yield _out_of_memory(first, len(own)) if first.get("kind") == "oom" else _exception(capsule, first, len(own))
+
+
+def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
+    kind, message = str(error.get("type") or "an exception"), str(error.get("message") or "")
+    lines = [
+        str(each.get("message") or "")
+        for each in capsule.records("events")
+        if each.get("kind") == "log" and each.get("logger") == "nccl"
+    ]
+    reached = _step(error)
+    return Finding(
+        confidence="undetermined",
+        title="The job ended with an error",
+        summary=f"{_short(f'{kind}: {message}', 440)}"
+        + (" (before the first reported step)." if reached is None else f" (after step {reached:,})."),
+        where=Where(step=reached, rank=error.get("rank")),
+        evidence=(
+            Evidence(name="error", value=_short(f"{kind}: {message}", 600), expected="none"),
+            *(Evidence(name="before it", value=_short(line, 300)) for line in lines[:_MOST_LINES]),
+            Evidence(name="errors in the log", value=count, expected=0),
+        ),
+        next=("read the lines above the first error in the log of this rank",),
+    )
+
+
+def _out_of_memory(error: Mapping[str, Any], count: int) -> Finding:
+    sizes = {name: _bytes(error.get(name)) for name in ("requested", "free", "allocated", "reserved", "capacity")}
+    requested, free, allocated, reserved, capacity = sizes.values()
+    idle = reserved - allocated
+    slack = free + max(0.0, idle)
+    decided = requested > slack
+    words = f"{_gib(requested)} were asked for"
+    if math.isfinite(free):
+        words += f", {_gib(free)} are free on the device"
+    if math.isfinite(idle):
+        words += f" and {_gib(idle)} are held unused by the allocator"
+    if math.isfinite(allocated) and math.isfinite(capacity) and capacity > 0:
+        words += f"; {_gib(allocated)} of {_gib(capacity)} ({allocated / capacity:.1%}) are in use"
+    reached = _step(error)
+    return Finding(
+        confidence="likely" if decided else "undetermined",
+        title="Out of memory: the device is full" if decided else "Out of memory",
+        summary=words + (": both together are too little, so it is no fragmentation." if decided else "."),
+        where=Where(step=reached, rank=error.get("rank")),
+        evidence=(
+            Evidence(name="requested", value=requested, expected=f"≤ {slack:.0f}" if decided else None, unit="B"),
+            *(
+                Evidence(name=name, value=value, unit="B")
+                for name, value in {**sizes, "reserved, not allocated": idle}.items()
+                if name != "requested" and math.isfinite(value)
+            ),
+            *(
+                Evidence(name="other process", value=_bytes(each.get("bytes")), unit="B", note=f"pid {each.get('pid')}")
+                for each in error.get("other_processes") or ()
+                if isinstance(each, dict)
+            ),
+            Evidence(name="errors in the log", value=count, expected=0),
+        ),
+        cause="the job needs more memory than the device has" if decided else None,
+        next=("log the peak of the first steps with half the micro-batch and compare",),
+        fix=("a smaller micro-batch with more accumulation, shorter rows, activation checkpointing or sharding",),
+    )
+
+
+@rule(
+    "memory/allocator-thrash",
+    stage="runtime",
+    severity="warning",
+    needs=("scalars.alloc_retries", "scalars.throughput|scalars.step_time"),
+)
+def allocator_thrash(capsule: Capsule) -> Iterator[Finding]:
+    """The allocator frees and asks again at step after step, and the throughput pays for it.
+
+    What it checks:
+        The count of allocation retries beside throughput (or step time).
+    Why it matters:
+        Each retry gives all cached blocks back to the driver and waits for the device. The job runs, a tenth or ten
+        times slower, and is one longer batch away from running out of memory.
+    How it decides:
+        The count rose at three logged points or more, and at one of them, or at the end, the throughput is below 80 %
+        of the best of the run. Points before the second are the warm-up. Info where the throughput holds.
+    Looks like it but is not:
+        One retry in the first steps, while the allocator finds its sizes; a slow first step; a drop without retries.
+    What to try next:
+        The same job with a slightly smaller micro-batch, and separately with
+        PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; compare the throughput.
+    Fix:
+        Leave a few percent of the device free: a smaller micro-batch, activation checkpointing, a cap on row length.
+    """
+    retries = curve(capsule, "alloc_retries").finite()
+    # Logs name the count only where there is one: before the first point it is 0.
+    rises = retries.where(np.diff(retries.value, prepend=0.0) > 0)
+    if len(rises) < RETRIES:
+        return
+    speed = curve(capsule, "throughput").finite()
+    name, unit = "throughput", "tokens/s"
+    if not len(speed):
+        spent = curve(capsule, "step_time").finite()
+        speed = spent.where(spent.value > 0)
+        speed, name, unit = type(speed)(speed.step, 1 / speed.value), "steps a second", "1/s"
+    warm = speed.where(slice(1, None))
+    if not len(warm):
+        return
+    best = float(warm.value.max())
+    during = warm.where(np.isin(warm.step, rises.step))
+    worst = during if len(during) else warm.where(slice(-1, None))
+    at = int(worst.value.argmin())
+    slow, step = float(worst.value[at]), int(worst.step[at])
+    starved = slow < STARVED * best
+    share = curve(capsule, "memory_reserved(%)").finite()
+    yield Finding(
+        severity=None if starved else "info",
+        title="The allocator is starved" if starved else "The allocator retries, at no visible cost",
+        summary=(
+            f"Allocations were retried at {len(rises)} logged points from step {int(rises.step[0])} on, "
+            f"{int(retries.value[-1])} in all; the {name} is {slow:.4g} at step {step}, "
+            f"{slow / best:.0%} of the best ({best:.4g})."
+        ),
+        where=Where(step=int(rises.step[0])),
+        evidence=(
+            Evidence(name="alloc_retries", value=float(retries.value[-1]), expected=0),
+            Evidence(name=name, value=slow, expected=f"≥ {STARVED * best:.4g}", unit=unit, note=f"step {step}"),
+            *(
+                [Evidence(name="memory reserved", value=float(share.value.max()), unit="%", note="highest")]
+                if len(share)
+                else []
+            ),
+        ),
+        cause="the job needs all of the device's memory: the allocator gives its cache back and asks again",
+        next=("a slightly smaller micro-batch, and separately expandable segments: compare the throughput",),
+        fix=("leave a few percent of the device free",),
+    )
+
+
+def _last_step(capsule: Capsule) -> int | None:
+    """The last training step that any rank reported."""
+    ends = [
+        int(found.step[-1])
+        for key in capsule.scalar_keys()
+        if key.name in ("loss", "grad_norm", "step_time") and key.side is None
+        if len(found := curve(capsule, key.name, key.rank))
+    ]
+    return max(ends, default=None)
+
+
+def _step(event: Mapping[str, Any]) -> Any:
+    step = event.get("step")
+    return step if isinstance(step, int) else None
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    time = event.get("t")
+    return float(time) if isinstance(time, int | float) and math.isfinite(time) else math.inf
+
+
+def _bytes(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and value >= 0 else math.nan
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "an unknown number of bytes"
+
+
+def _short(text: str, most: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,128 @@
+"""runtime/job-failed and memory/allocator-thrash, on logs as programs write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.runner import analyze
+from llmconsole.capsules import Capsule
+from llmconsole.capsules.importers import import_files
+
+from tests.analyzers.conftest import rule_named
+
+FAILED, THRASH = "runtime/job-failed", "memory/allocator-thrash"
+REAL = Path(__file__).resolve().parents[3] / "shared" / "real" / "text_logs" / "torchtitan" / "autoresearch"
+
+Read = Callable[[str | Path, str], list[Finding]]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """What one rule says of a log, given as text or as a file."""
+
+    def read(log: str | Path, rule: str) -> list[Finding]:
+        if isinstance(log, str):
+            (tmp_path / "job.log").write_text(log)
+            log = tmp_path / "job.log"
+        elif not log.is_file():
+            pytest.skip("the folder of real logs is not beside this checkout")
+        report = analyze(Capsule.open(import_files([log], tmp_path / "imported", attach=False)), [rule_named(rule)])
+        assert not report.errors
+        return list(report.findings)
+
+    return read
+
+
+def step(number: int, tps: str = "7,000", retries: int = 0) -> str:
+    warned = f"[titan] - root - WARNING - {retries} CUDA memory allocation retries.\n" if retries else ""
+    return (
+        f"{warned}[titan] - root - INFO - step: {number:2}  loss: 5.1  memory: 70.0GiB(97.4%)  tps: {tps}  mfu: N/A\n"
+    )
+
+
+def trace(error: str, prefix: str = "") -> str:
+    lines = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    main()", error)
+    return "".join(f"{prefix}{line}\n" for line in lines)
+
+
+OUT = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked} GiB. GPU 0 has a total capacity of "
+    "79.10 GiB of which 1.00 GiB is free. Of the allocated memory 65.00 GiB is allocated by PyTorch, and 12.00 "
+    "GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.recorded(FAILED)
+def test_the_exception_that_ended_a_log_is_said_and_left_open(read: Read):
+    launched = trace("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
+    text = step(1) + step(2) + trace("RuntimeError: shape mismatch", "[rank3]: ") + launched
+    (finding,) = read(text, FAILED)
+    assert (finding.severity, finding.confidence, finding.cause) == ("warning", "undetermined", None)
+    assert (finding.where.step, finding.where.rank) == (2, 3)
+    assert "RuntimeError: shape mismatch" in finding.summary
+
+
+@pytest.mark.quiet(FAILED)
+@pytest.mark.parametrize(
+    "text",
+    [
+        step(1) + trace("ConnectionError: wandb is not reachable") + step(2) + step(3),
+        step(1) + trace("KeyboardInterrupt"),
+        step(1) + "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-05-27T21:52:36 DUE TO TIME LIMIT ***\n",
+    ],
+    ids=["training went on", "keyboard", "time limit"],
+)
+def test_what_did_not_end_the_job_is_quiet(read: Read, text: str):
+    assert not read(text, FAILED)
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.parametrize(("asked", "confidence"), [("14.00", "likely"), ("12.50", "undetermined")])
+def test_memory_is_full_where_free_and_unused_together_are_too_little(read: Read, asked: str, confidence: str):
+    (finding,) = read(step(1) + trace(OUT.format(asked=asked)), FAILED)
+    assert (finding.title[:13], finding.confidence) == ("Out of memory", confidence)
+    numbers = {entry.name: entry.value for entry in finding.evidence}
+    assert numbers["reserved, not allocated"] == pytest.approx(12 * 2**30)
+
+
+@pytest.mark.fires(THRASH)
+@pytest.mark.recorded(THRASH)
+def test_retries_at_every_step_and_a_throughput_that_falls(read: Read):
+    text = step(1, "400") + "".join(step(n, "8,000", n) for n in range(2, 9)) + step(9, "600", 10)
+    (finding,) = read(text, THRASH)
+    assert (finding.severity, finding.where.step) == ("warning", 2)
+    assert finding.evidence[1].value == 600.0
+    assert read(text.replace(" 600 ", " 7,900 "), THRASH)[0].severity == "info"
+
+
+@pytest.mark.quiet(THRASH)
+def test_a_retry_at_the_start_and_a_drop_without_retries_are_quiet(read: Read):
+    assert not read(
+        step(1, "400", 1) + step(2, retries=2) + "".join(step(n) for n in range(3, 9)) + step(9, "60"), THRASH
+    )
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.parametrize(
+    ("run", "rule", "words"),
+    [
+        ("run35", FAILED, "173.25 GiB of 178.35 GiB"),
+        ("run156", FAILED, "NCCL_ALGO was set to Tree"),
+        ("run31", FAILED, "'mxfp8_cublas' is not a valid MXFP8TrainingRecipe"),
+        ("run348", THRASH, "560 at step 10, 7% of the best"),
+    ],
+)
+def test_real_jobs_that_failed(read: Read, run: str, rule: str, words: str):
+    (finding,) = read(REAL / f"{run}.log", rule)
+    assert words in finding.summary
+
+
+@pytest.mark.quiet(FAILED)
+@pytest.mark.quiet(THRASH)
+def test_real_jobs_that_did_not(read: Read):
+    for run in ("run62", "run350"):
+        assert not read(REAL / f"{run}.log", FAILED) + read(REAL / f"{run}.log", THRASH)
