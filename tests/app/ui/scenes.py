@@ -31,6 +31,25 @@ CASE = """\
   - 2026-02-11 sft-7b
 """
 
+#: A gate that lacks nothing.
+GATE = """\
+[regression]
+command = "python -m pytest -q tests/test_labels.py"
+broken = "HEAD~2"
+fixed = "HEAD~1"
+files = ["tests/test_labels.py"]
+[neighbours]
+skip = "the only caller"
+[equivalence]
+skip = "no reference for this model"
+[performance]
+skip = "one shift"
+[faults]
+skip = "no state"
+[documents]
+skip = "in the card"
+"""
+
 
 def repository(root: Path) -> Path:
     """A repository with one case of its own, and ``runs`` beside its code."""
@@ -92,6 +111,41 @@ def broken(path: Path) -> None:
         _machine(writer)
         _requests(writer)
     _set_times(path, NOON - 300)
+
+
+def investigated(path: Path) -> None:
+    """Its incident was opened at 11:00, located at 11:12, and became the repository's case."""
+    tried = [
+        {"changed": "学习率减半", "observed": "损失照样发散", "verdict": "refuted", "t": "2026-03-01T11:05:00Z"},
+        {"changed": "bf16", "observed": "finite for 2,000 steps", "verdict": "supported", "t": "2026-03-01T11:12:00Z"},
+    ]
+    claims = [
+        ("the learning rate is too high, too low, or does not follow its schedule", "a third of the learning rate", ""),
+        ("A float16 tensor overflowed: layers.4.mlp.down", "the captured step in bf16", "numerics/fp16-overflow"),
+        ("位置编码在长序列上越界", "", ""),
+    ]
+    hypotheses = [
+        {"id": number, "claim": claim, "test": test, "rule": rule, "source": "rule" if rule else "person",
+         "t": "2026-03-01T11:00:00Z", "experiments": tried[number - 1 : number]}
+        for number, (claim, test, rule) in enumerate(claims, start=1)
+    ]  # fmt: skip
+    book = {
+        "status": "fixed", "opened": "2026-03-01T11:00:00Z", "located": "2026-03-01T11:12:00Z",
+        "resolved": "2026-03-01T11:40:00Z", "case": "loss-overflow-17", "hypotheses": hypotheses,
+        "notes": [{"text": "node 7 was replaced last week", "t": "2026-03-01T11:02:00Z"}],
+    }  # fmt: skip
+    (path / "incident.json").write_text(json.dumps(book, ensure_ascii=False))
+    os.utime(path / "incident.json", (NOON, NOON))
+
+
+def logs(folder: Path) -> None:
+    """The log of a job in three parts, and a file that is no evidence."""
+    for number in range(3):
+        steps = range(number * 60, number * 60 + 60)
+        lines = "".join(f"s:{step} trl:{6 - step / 100:.4f} lr:0.0003 norm:0.5\n" for step in steps)
+        (folder / f"part{number}.log").write_text(lines)
+    (folder / "README.md").write_text("# Runs\n")
+    age(folder)
 
 
 def _series(writer: CapsuleWriter) -> None:

@@ -1,4 +1,4 @@
-"""From a failing capsule over hypotheses and fix to a gate record in git, and what the next one with that fault gains."""
+"""From a failing capsule over hypotheses and fix to a gate record in git, and what the next one like it gains."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_from_a_failing_capsule_to_a_gated_case_which_the_next_capsule_finds(
     console.until("Filled from ")
     console.send(F2)
     console.until("4 fields marked")
-    console.send(f"nobody shifts{ENTER}a new collator{DOWN}{DOWN}tests/test_labels.py::test_shift{ENTER}one place{ENTER}")
+    console.send(f"nobody shifts{ENTER}a new collator{DOWN}{DOWN}")
+    console.send(f"tests/test_labels.py::test_shift{ENTER}one place{ENTER}")
     console.send(f"{DOWN}溢出, 训练{F2}")
     console.until("Commit this, and only this?")
     console.send("y")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from llmconsole.app.ui.app import Console
-from llmconsole.app.ui.screens import entries, home
+from llmconsole.app.ui.screens import entries
 from llmconsole.app.ui.widgets.rows import Rows
 from llmconsole.capsules import CapsuleWriter
 from rich.color import ColorType
@@ -173,8 +173,7 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(
         strftime=lambda form, at=now: time.strftime(form, at), localtime=time.gmtime, time=lambda: float(scenes.NOON)
     )
-    for module in (home, entries):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(entries, "time", clock)
     monkeypatch.setattr(Input, "cursor_blink", False)
     for name in ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"):
         monkeypatch.setenv(name, f"{scenes.NOON} +0000")
@@ -324,5 +323,57 @@ def test_a_capsule_that_lacks_evidence_teaches(place: Path) -> None:
         for key, name in zip("34567", ("layers", "batch", "memory", "ranks", "latency"), strict=True):
             await album.pilot.press(key)
             await album.take(f"{name}-not-captured", again=name != "layers")
+
+    photographed("runs", visit)
+
+
+@pytest.mark.timeout(400)
+def test_the_notebook_of_an_incident_and_the_gate_of_its_case(place: Path) -> None:
+    path = place / "runs/20260301-1155-broken.capsule"
+    scenes.broken(path)
+    plan = place / "gates/loss-overflow-17.toml"
+
+    async def visit(album: Album) -> None:
+        press = album.pilot.press
+        await album.settled()
+        await press("enter", "8")
+        await album.take("notebook-not-opened", again=True)
+        await press("9")
+        await album.take("gate-without-case", again=True)
+        scenes.investigated(path)
+        await press("8")
+        await album.take("notebook")
+        await press("down", "x")
+        await album.take("notebook-result", overlay=True, again=True)
+        await press("escape", "9")
+        await album.take("gate-without-file", again=True)
+        plan.parent.mkdir()
+        plan.write_text(scenes.GATE.replace("skip", "command", 1))
+        await press("8", "9")
+        await album.take("gate-with-gaps", again=True)
+        plan.write_text(scenes.GATE)
+        await press("8", "9")
+        await album.take("gate")
+
+    photographed("runs", visit)
+
+
+@pytest.mark.timeout(400)
+def test_raw_evidence_beside_a_capsule(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    scenes.healthy(place / "runs/20260301-1100-demo.capsule", "demo", scenes.NOON - 3600)
+    scenes.logs(place / "runs")
+
+    async def visit(album: Album) -> None:
+        press = album.pilot.press
+        rows: Rows[Any] = album.console.screen.query_one("#capsules", Rows)
+        await album.settled()
+        assert rows.select("runs/part0.log")
+        await album.take("home-raw")
+        await press("i")
+        await album.take("home-raw-import", overlay=True, again=True)
+        await press("escape", "enter", "8")
+        await album.take("notebook-of-a-raw-log", again=True)
 
     photographed("runs", visit)
