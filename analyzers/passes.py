@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,9 @@ _WEIGHTS_CHANGE = ("optimizer_step", "checkpoint_loaded", "weights_loaded", "wei
 class Pass:
     """One evaluation pass; what its event did not say is None.
 
-    ``weights`` counts the changes of the weights on record before it: passes with equal counts ran on equal weights.
-    ``told`` is False where the recorder found the pass by itself, and then its purpose is not known.
+    ``normalised`` is true where a norm took its statistics from the batch. ``weights`` counts the changes of the
+    weights on record before it: passes with equal counts ran on equal weights. ``told`` is False where the recorder
+    found the pass by itself, and then its purpose is not known.
     """
 
     step: int | None
@@ -43,6 +45,7 @@ class Pass:
     training: bool | None
     grad: bool | None
     random: bool | None
+    normalised: bool
     told: bool | None
     supervised: bool | None
     nested: bool
@@ -50,8 +53,17 @@ class Pass:
     weights: int
 
 
-def passes(capsule: Capsule) -> list[Pass]:
+_PASSES: WeakKeyDictionary[Capsule, tuple[Pass, ...]] = WeakKeyDictionary()
+
+
+def passes(capsule: Capsule) -> tuple[Pass, ...]:
     """The evaluation passes that the events tell of, in their order, rank after rank."""
+    if capsule not in _PASSES:
+        _PASSES[capsule] = tuple(_passes(capsule))
+    return _PASSES[capsule]
+
+
+def _passes(capsule: Capsule) -> list[Pass]:
     found: list[Pass] = []
     ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in capsule.records("events"):
@@ -74,6 +86,7 @@ def passes(capsule: Capsule) -> list[Pass]:
                         training=event.get("training_mode"),
                         grad=event.get("grad_enabled"),
                         random=event.get("random_drawn"),
+                        normalised=bool(event.get("batch_statistics")),
                         told=event.get("told"),
                         supervised=event.get("supervised"),
                         nested=bool(event.get("nested")),
@@ -250,7 +263,7 @@ def compute_roundoff(capsule: Capsule) -> float:
         words.add(manifest.model.dtype)
     if manifest.training is not None and manifest.training.precision:
         words.add(manifest.training.precision)
-    words |= {str(each) for each in np.unique(capsule.stats(role="activation").dtype.astype(str))}
+    words |= {str(each) for each in set(capsule.stats(role="activation").dtype.tolist())}
     found = [_roundoff(word) for word in words]
     roundoff = max((each for each in found if each is not None), default=UNIT_ROUNDOFF["bfloat16"])
     environment = manifest.environment

@@ -49,8 +49,9 @@ def eval_mode(capsule: Capsule) -> Iterator[Finding]:
 
     Looks like it but is not:
         Monte-Carlo dropout that is declared (a name or a setting with mc_dropout); rollouts of policy optimisation;
-        forwards without labels inside a step, or before training began; an average of the weights evaluated beside
-        them; answers sampled at a temperature, which differ by less than their standard error; rounding.
+        forwards without labels inside a step, or before training began; a second look at training samples; an average
+        of the weights, evaluated beside them; answers sampled at a temperature, which differ by less than their
+        standard error; rounding.
 
     What to try next:
         Print model.training where the evaluation computes its loss; evaluate one checkpoint twice and compare.
@@ -64,12 +65,14 @@ def eval_mode(capsule: Capsule) -> Iterator[Finding]:
         raise NotCaptured("an evaluation pass, or scores of a checkpoint")
     if _declared_monte_carlo(capsule):
         return
+    seen = _steps_that_look_back(capsule)
     asked = [each for each in ran if _is_evaluation(each) and not _MONTE_CARLO.search(each.name or "")]
-    training = [each for each in asked if each.training and each.random is not False]
+    asked = [each for each in asked if each.told is not False or each.step not in seen]
+    training = [each for each in asked if each.training and not _is_inert(each)]
     shaky = _disagreeing(rows, compute_roundoff(capsule))
     if training:
         yield _training_mode(training, len(asked), shaky)
-    elif inert := [each for each in asked if each.training and each.random is False]:
+    elif inert := [each for each in asked if each.training and _is_inert(each)]:
         yield _inert(inert, len(asked))
     kept = [each for each in asked if each.grad and each.training is not True and each.told is not False]
     kept += [each for each in asked if each.grad and not each.training and each.told is False and each.supervised]
@@ -90,6 +93,24 @@ def _is_evaluation(each: Pass) -> bool:
     return not each.nested and not each.first and each.random is True and each.grad is False
 
 
+def _is_inert(each: Pass) -> bool:
+    """Whether the mode made no difference to the numbers."""
+    return each.random is False and not each.normalised
+
+
+def _steps_that_look_back(capsule: Capsule) -> set[int]:
+    """Steps after which nothing but samples of training was looked at again: a number for a log, no evaluation."""
+    trained: set[str] = set()
+    looked: dict[int, set[str]] = defaultdict(set)
+    for each in capsule.records("samples"):
+        digest, split, step = each.get("sha256"), each.get("split"), each.get("step")
+        if digest and split == "train":
+            trained.add(digest)
+        elif digest and split == "evaluation" and step is not None:
+            looked[step].add(digest)
+    return {step for step, digests in looked.items() if digests <= trained}
+
+
 def _declared_monte_carlo(capsule: Capsule) -> bool:
     """Whether a setting anywhere in the configuration asks for it."""
 
@@ -106,13 +127,13 @@ def _declared_monte_carlo(capsule: Capsule) -> bool:
 
 def _training_mode(found: Sequence[Pass], asked: int, shaky: list[tuple[Row, Row, float, float]]) -> Finding:
     """Passes in training mode, of which nothing says that it made no difference."""
-    sure = [each for each in found if each.random and (each.told is not False or each.supervised)]
+    sure = [each for each in found if (each.random or each.normalised) and (each.told is not False or each.supervised)]
     guessed = not sure and all(each.told is False and not each.supervised for each in found)
     first = (sure or found)[0]
     confidence: Confidence = "confirmed" if sure else "likely"
     severity: Severity | None = "warning" if guessed else None
     graph = any(each.grad for each in found)
-    drawn = "unknown" if first.random is None else "yes"
+    drawn = "unknown" if first.random is None else "yes" if first.random else "no, but batch statistics were"
     what = "A forward outside the training steps" if guessed else f"The evaluation {first.name or ''}".rstrip()
     seen = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return Finding(
@@ -120,10 +141,14 @@ def _training_mode(found: Sequence[Pass], asked: int, shaky: list[tuple[Row, Row
         confidence=confidence,
         title="The evaluation runs in training mode",
         summary=f"{what} after step {first.step}{seen} ran with the model in training mode"
-        + (", and drew random numbers" if first.random else "")
+        + (", and drew random numbers" if first.random else ", and normalised by the batch" if first.normalised else "")
         + (", with gradients on" if graph else "")
         + (f"; one and the same row differs by {shaky[0][2]:.3g} nats/token" if shaky else "")
-        + ": its loss belongs to a random part of the network.",
+        + (
+            ": its loss depends on the batch."
+            if first.random is False
+            else ": its loss is that of a part of the network."
+        ),
         where=Where(step=first.step, rank=first.rank),
         evidence=(
             Evidence(name="training mode in evaluation", value=True, expected=False, note=first.name or ""),

@@ -25,6 +25,8 @@ from .tape import gather
 # Batches of a pass whose tokens are looked at, whose arrays are written, and losses added up one by one.
 MOST_READ, MOST_KEPT, MOST_LOSSES = 32, 2, 4096
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 Attempt = Callable[[str, Callable[[], None]], None]
 
 
@@ -75,6 +77,7 @@ class Evaluations:
     ) -> None:
         self._root = hooks.root
         self._dropouts = [each for each in hooks.root.modules() if isinstance(each, nn.Dropout) and each.p]
+        self._norms = [each for each in hooks.root.modules() if isinstance(each, _BATCH_NORMS)]
         self._writer = writer
         self._ignore_index = ignore_index
         self._where = where
@@ -159,6 +162,8 @@ class Evaluations:
             "told": self._told,
             "supervised": supervised,
         }
+        if any(each.training for each in self._norms):
+            event["batch_statistics"] = True
         before, self._random = self._random, None
         if before is not None:
             event["random_drawn"] = before.moved()

@@ -32,11 +32,12 @@ class Event(Record):
     # scaler_update
     scale_before: float | None = None
     scale_after: float | None = None
-    # eval_begin (training_mode of step_begin, too); the first forward drew random numbers; told by the loop or found;
-    # labels or a loss were seen; eval_end
+    # eval_begin (training_mode of step_begin, too); the first forward drew random numbers, or normalised by the batch;
+    # told by the loop or found; labels or a loss were seen; eval_end
     training_mode: bool | None = None
     grad_enabled: bool | None = None
     random_drawn: bool | None = None
+    batch_statistics: bool | None = None
     told: bool | None = None
     supervised: bool | None = None
     batches: Count | None = None

@@ -21,6 +21,7 @@ from tests.training.lab.model import GPT
 MODE, PADDING = "numerics/eval-mode", "numerics/eval-padding"
 PREPROCESSING, DROP, CONTROL = "numerics/eval-preprocessing", "numerics/capability-drop", "numerics/no-control-set"
 BOS, PAD, VOCABULARY = 1, 0, 96
+A = "a" * 64
 
 
 def skipped(rule_id: str, capsule: Capsule) -> str:
@@ -73,11 +74,17 @@ class Job:
     """Eight steps of a small model on sentences padded on the left, with a recorder around them."""
 
     def __init__(
-        self, folder: Path, dropout: float = 0.0, hidden: bool = False, low: bool = False, **told: Any
+        self,
+        folder: Path,
+        dropout: float = 0.0,
+        hidden: bool = False,
+        low: bool = False,
+        model: nn.Module | None = None,
+        **told: Any,
     ) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(1)
-        self.model: nn.Module = GPT(dropout=dropout)
+        self.model: nn.Module = GPT(dropout=dropout) if model is None else model
         self.model = Hidden(self.model) if hidden else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.low = low
@@ -160,6 +167,33 @@ def test_an_evaluation_in_evaluation_mode_is_quiet_whatever_the_batch_size(tmp_p
 def test_training_mode_in_a_model_without_dropout_is_a_remark(tmp_path, findings_of):
     (finding,) = findings_of(MODE, Job(tmp_path).train().evaluate(mode=True).capsule())
     assert (finding.severity, finding.kind) == ("info", "hygiene")
+
+
+@pytest.mark.fires(MODE)
+@pytest.mark.recorded(MODE)
+def test_a_norm_over_the_batch_makes_a_difference_without_random_numbers(tmp_path, findings_of):
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.norm = GPT(), nn.BatchNorm1d(1)
+
+        def forward(self, **inputs: Tensor) -> Tensor:
+            logits = self.model(**inputs)
+            return self.norm(logits.reshape(-1, 1)).view_as(logits)
+
+    (finding,) = findings_of(MODE, Job(tmp_path, model=Normed()).train().evaluate(mode=True).capsule())
+    assert (finding.severity, finding.confidence) == ("critical", "confirmed")
+    assert "depends on the batch" in finding.summary
+
+
+@pytest.mark.quiet(MODE)
+def test_a_second_look_at_training_samples_is_no_evaluation(build, findings_of):
+    def fill(writer):
+        looked = {"kind": "eval_begin", "step": 4, "told": False, "supervised": True, "training_mode": True}
+        writer.records("events", [{"kind": "step_begin", "step": 4}, looked | {"grad_enabled": False}])
+        writer.records("samples", [{"step": 4, "sha256": A, "split": split} for split in ("train", "evaluation")])
+
+    assert not findings_of(MODE, build(fill))
 
 
 @pytest.mark.fires(MODE)
