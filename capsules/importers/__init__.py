@@ -29,6 +29,7 @@ MODULES = (
     "wandb",
     "trainer_state",
     "golden",
+    "json_history",
     "json_lines",
     "csv_metrics",
     "text_log",
@@ -128,6 +129,12 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
             )
             if attach:
                 writer.attach(source.path, kind="log")
+        if not run.points and not run.records and not problems and _says(run.stated):
+            said = (
+                f"{found[0][0].path.name}: no number was logged: the job ended, or was stopped, before its first report"
+            )
+            run.event("log", level="warning", type="nothing_logged", message=said)
+            run.flush()
         for field, value in run.stated.items():
             try:
                 writer.update({field: value})
@@ -136,8 +143,11 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
         kinds = ", ".join(dict.fromkeys(each["format"] for each in listed))
         writer.update({"producer": f"llmconsole, from {kinds}", "trigger": {"message": f"read from {kinds}"}})
         writer.update({"imported": {"files": listed, "points": run.points, "records": run.records}})
-    if problems and not run.points and not run.records:
-        raise EvidenceError(problems[0])
+    if not run.points and not run.records:
+        raise EvidenceError(
+            problems[0] if problems else f"is of the format {kinds}, and nothing in it is a measurement",
+            "" if problems else str(found[0][0].path),
+        )
     return Imported(path, tuple(problems))
 
 
@@ -192,6 +202,11 @@ def _read(importer: Importer, source: Source, run: Run) -> str:
         problem = f"{source.path}: reading stopped at something unexpected ({type(error).__name__}: {error})"
     run.flush()
     return problem
+
+
+def _says(stated: Any) -> bool:
+    """Whether anything at all is stated, however deep."""
+    return any(map(_says, cast("dict[str, Any]", stated).values())) if isinstance(stated, dict) else stated is not None
 
 
 def _title(paths: Sequence[Path]) -> str:
