@@ -67,8 +67,8 @@ def _limit_memory(size: int) -> None:
 def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     from ..capsules.errors import EvidenceError
     from ..capsules.jsonio import plain
-    from .casebook.incident import IncidentError
     from .answers import METHODS
+    from .casebook.incident import IncidentError
 
     try:
         function = METHODS.get(method)

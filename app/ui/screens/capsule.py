@@ -50,6 +50,9 @@ VIEWS: tuple[tuple[type[View], Make], ...] = (
     (GateView, lambda path, _: GateView(path)),
 )
 
+#: Words for tabs where the whole ones have no room.
+_SHORT = {"timelines": "curves", "notebook": "notes"}
+
 #: Views that write something down beside the evidence.
 _STAY = (NotebookView, GateView)
 
@@ -156,12 +159,13 @@ class CapsuleScreen(Screen[None]):
 
     def _tabs(self, number: int) -> None:
         named = [view for view, _ in VIEWS]
-        # Where not all names have room, those of views without evidence go, then blanks, then all but the open one.
         there = [each for each in named if self._has(each)]
-        for keep, margin in ((named, " "), (there, " "), (there, ""), ([], "")):
+        # Where not all names have room, those of views without evidence go, then blanks, then all but the open one.
+        for keep, margin in ((named, " "), (there, " "), (named, ""), (there, ""), ([], "")):
             line = Text(margin)
             for index, view in enumerate(named, start=1):
-                words = f" {index} {view.name_}{margin}" if view in keep or index == number else f" {index}{margin}"
+                name = view.name_ if margin else _SHORT.get(view.name_, view.name_)
+                words = f" {index} {name}{margin}" if view in keep or index == number else f" {index}{margin}"
                 line.append(words, "reverse" if index == number else "" if self._has(view) else "dim")
             if line.cell_len <= self.app.size.width:
                 break

@@ -162,7 +162,8 @@ def page(look: GateLook, run: GateRun | None, at: int, width: int, height: int) 
         head.append("   not run yet", "dim")
     found = [head]
     if look.record:
-        found.append(Text(f" {one_line(look.record)}", "green" if look.record.endswith("holds") else "yellow"))
+        style = "green" if look.record.endswith("holds") else "yellow"
+        found += [Text(f" {each}", style) for each in wrapped(look.record, width - 2)]
     if not look.there:
         found += [Text(), Text(" No file says how to prove this fix. i writes it with what card and git know.")]
     elif look.plan is None:

@@ -348,7 +348,7 @@ def test_the_notebook_of_an_incident_and_the_gate_of_its_case(place: Path) -> No
         await press("escape", "9")
         await album.take("gate-without-file", again=True)
         plan.parent.mkdir()
-        plan.write_text(scenes.GATE.replace("skip", "command", 1))
+        plan.write_text(scenes.GATE.replace('skip = "the only caller"', ""))
         await press("8", "9")
         await album.take("gate-with-gaps", again=True)
         plan.write_text(scenes.GATE)
