@@ -47,23 +47,26 @@ def observed_windows(capsule: Capsule) -> list[Observed]:
     by_step = [(step, list(group)) for step, group in groupby(batches, key=lambda each: each.step)]
     chosen = _spread(by_step, 2 * MAX_WINDOWS)
     expected = _recorded_micros(capsule, {step for step, _ in chosen})
-    stepped = _stepped(capsule)
+    stepped = _at(capsule, "optimizer_step", "optimizer_step_skipped")
+    unstepped = _at(capsule, "backward") - stepped
     loose = [each.reported_loss for each in batches if each.reported_loss is not None]
     decimals = printed_decimals(np.asarray(loose, dtype=np.float64))
     found: list[Observed] = []
     for step, group in chosen:
-        if stepped and step not in stepped and len(group) < ((training.accumulation_steps if training else None) or 1):
+        configured = (training.accumulation_steps if training is not None else None) or 1
+        if stepped and step not in stepped and len(group) < configured:
             continue  # the micro-batches left over at the end of a run, for which nobody stepped
+        if step in unstepped and len(group) != configured:
+            continue  # a window that nothing ended: how many micro-batches belong together is not known
         found.extend(_observe_step(capsule, step, group, expected, decimals))
         if len(found) >= 2 * MAX_WINDOWS:
             break
     return list(_spread(found, MAX_WINDOWS))
 
 
-def _stepped(capsule: Capsule) -> set[int]:
-    """Steps in which the optimizer was asked to step, where such events are on record at all."""
-    events = capsule.records("events")
-    return {each["step"] for each in events if str(each.get("kind")).startswith("optimizer_step") and "step" in each}
+def _at(capsule: Capsule, *kinds: str) -> set[int]:
+    """Steps that have an event of one of these kinds."""
+    return {each["step"] for each in capsule.records("events") if each.get("kind") in kinds and "step" in each}
 
 
 def _recorded_micros(capsule: Capsule, steps: set[int]) -> dict[tuple[int, int], set[int]]:
@@ -135,7 +138,7 @@ def recorded_windows(capsule: Capsule) -> list[Observed]:
         windows.setdefault(step, {}).setdefault(record["rank"], []).append(sums)
         if record["rank"] == rank:
             configured[step] = record.get("window") or len(windows[step][rank])
-    stepped, u = _stepped(capsule), UNIT_ROUNDOFF["float32"]
+    stepped, u = _at(capsule, "optimizer_step", "optimizer_step_skipped"), UNIT_ROUNDOFF["float32"]
     decimals = printed_decimals(np.asarray(series.value))
     found: list[Observed] = []
     for step, ranks in sorted(windows.items()):

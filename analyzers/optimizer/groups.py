@@ -120,7 +120,11 @@ def _declares_sparing(capsule: Capsule) -> str | None:
 
 
 @rule(
-    "optimizer/not-owned", stage="numerics", needs=("records.param_groups.in_optimizer",), cases=("loss-stuck-at-ln-v",)
+    "optimizer/not-owned",
+    stage="numerics",
+    needs=("records.param_groups.in_optimizer",),
+    explained_by=("optimizer/order",),
+    cases=("loss-stuck-at-ln-v",),
 )
 def not_owned(capsule: Capsule) -> Iterator[Finding]:
     """The optimizer does not hold parameters that should be trained.
@@ -136,7 +140,9 @@ def not_owned(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         Confirmed: a trainable parameter with a gradient is in no group. Critical where these are all parameters, or a
         tenth of the elements and more; else a warning. Critical, too: every parameter is frozen; or a parameter in
-        float32 with a gradient and a learning rate was stepped in two windows and is bit-identical.
+        float32 with a gradient and a learning rate was stepped in two windows and is bit-identical. Where backward and
+        zero_grad were seen in three windows and more and no step in any of them, and no weight moved, the optimizer is
+        never stepped.
 
     Looks like it but is not:
         Frozen parameters; parameters without a gradient; tied weights, which are held once; weights that move all the
@@ -165,7 +171,7 @@ def not_owned(capsule: Capsule) -> Iterator[Finding]:
             fix=("unfreeze what is to be trained, adapters included, before the optimizer is built",),
         )
         return
-    found = _orphans(groups) or _still(capsule, groups)
+    found = _orphans(groups) or _never_stepped(capsule, groups) or _still(capsule, groups)
     if found is not None:
         yield found
 
@@ -224,6 +230,37 @@ def _moves(rows: list[Parameter]) -> bool:
     """Whether a parameter changed in a recorded step, or from one recorded step to another."""
     changed = any((each.moved or 0.0) > 0 or (each.update_norm or 0.0) > 0 for each in rows)
     return changed or len({each.absmedian for each in rows if each.absmedian is not None}) > 1
+
+
+def _never_stepped(capsule: Capsule, groups: dict[tuple[int, int], list[Parameter]]) -> Finding | None:
+    """An optimizer that holds the parameters and is not asked to step in any window."""
+    seen: dict[str, set[int]] = {}
+    for event in capsule.records("events"):
+        if isinstance(event.get("step"), int):
+            seen.setdefault(str(event.get("kind")), set()).add(event["step"])
+    both = seen.get("backward", set()) & seen.get("zero_grad", set())
+    history = by_name(groups.values())
+    owned = [rows for rows in history.values() if any(each.owned for each in rows)]
+    told = [rows for rows in owned if len([each for each in rows if each.absmedian is not None]) > 1]
+    if len(both) < 3 or {"optimizer_step", "optimizer_step_skipped"} & set(seen) or not told:
+        return None
+    if any(_moves(rows) for rows in history.values()):
+        return None  # somebody steps, unseen
+    first = min(both)
+    return Finding(
+        confidence="likely",
+        title="The optimizer is never stepped",
+        summary=f"In {len(both)} windows from step {first} on backward and zero_grad ran and no optimizer stepped; "
+        f"none of {len(told)} recorded parameters moved.",
+        where=Where(step=first),
+        evidence=(
+            Evidence(name="optimizer steps", value=0, expected=len(both), note="events of the loop"),
+            Evidence(name="parameters that moved", value=0, expected=len(told)),
+        ),
+        cause="optimizer.step() is not called, or on an optimizer of other tensors",
+        next=("count the calls of optimizer.step() in one pass of the loop",),
+        fix=("call optimizer.step() between backward and zero_grad",),
+    )
 
 
 def _still(capsule: Capsule, groups: dict[tuple[int, int], list[Parameter]]) -> Finding | None:

@@ -75,8 +75,8 @@ def order(capsule: Capsule) -> Iterator[Finding]:
         GradScaler.step) is confirmed where the norm at that clip, which is the scaled one, exceeds max_norm; where it
         does not, the clip did nothing and it is a warning. A step outside GradScaler.step in a window without any
         unscale is confirmed. A clip after the step, before the next backward, is a warning: it limits nothing.
-        zero_grad after the last backward and before the first step is confirmed where no parameter has a gradient
-        then. Two steps on the gradients of one backward, with a step count that grows by two a window, are likely.
+        zero_grad after the last backward and before the first step is confirmed where no sampled parameter has a
+        gradient then. Two steps after one backward, with a step count that grows by two a window, are likely wrong.
 
     Looks like it but is not:
         GradScaler.step unscaling by itself where nothing is clipped; fused optimizers, which unscale inside their
@@ -198,18 +198,19 @@ def _zeroed_before_step(capsule: Capsule, calls: Calls) -> Finding | None:
     last = max(at for at, kind in enumerate(kinds[:step]) if kind == "backward")
     if "zero_grad" not in kinds[last:step] or "backward" in kinds[step:]:
         return None
-    rows = [each for each in parameters(capsule).get((calls.step, calls.rank), []) if each.owned]
-    if not rows or any(each.has_grad is None or (each.has_grad and each.grad_norm != 0) for each in rows):
+    taken = [each for each in taken_steps(capsule) if (each.step, each.rank) == (calls.step, calls.rank)]
+    taken = [each for each in taken if np.any(each.arrays.get("gradient_raw", 0)) and "before" in each.arrays]
+    if not taken or any(np.any(each.arrays.get("gradient", 0)) for each in taken):
         return None  # it was another optimizer's, or nothing says whether a gradient was left
     return Finding(
         confidence="confirmed",
         title="Gradients are zeroed between backward and the step",
         summary=f"At step {calls.step} zero_grad ran after the last backward and before the optimizer's step, which "
-        f"found no gradient in any of its {len(rows)} recorded parameters.",
+        f"found no gradient in any of {len(taken)} sampled parameters; backward had left one in each.",
         where=Where(step=calls.step, rank=calls.rank),
         evidence=(
             Evidence(name="order of the calls", value=calls.words, expected="backward, optimizer_step, zero_grad"),
-            Evidence(name="parameters with a gradient", value=0, expected=len(rows)),
+            Evidence(name="sampled parameters with a gradient", value=0, expected=len(taken), note="at the step"),
         ),
         cause="zero_grad is called between backward and the step",
         next=("print a gradient right before the optimizer steps",),

@@ -94,7 +94,7 @@ class Loop:
             self._sample(lambda sample: sample.left_scaled())
 
     def _unscaled_by_hand(self) -> None:
-        """See whether the loop itself has divided the gradients by the loss scale; between samples it does as it did."""
+        """See whether the loop itself has divided the gradients by the loss scale; between samples, as before."""
         window = self.window
         if window is None or not self.scaled:
             return
@@ -159,6 +159,10 @@ class Loop:
         parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else _first_parameters(owner)
         if id(next(iter(parameters), None)) in self.hooks.parameters:
             window.event("zero_grad")
+            if window.backwards and not window.over:
+                window.cleared = "after" if window.micro.backward_losses else "before"
+                self.measure_gradients()
+                self._sample(lambda sample: sample.gradients(scaled=self.scaled))
 
     def before_clip(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> None:
         """Measure the gradients, and take the norm the job itself computed."""

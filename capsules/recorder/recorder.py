@@ -262,13 +262,14 @@ class Recorder:
         self.close()
 
     def _begin(self, handle: Step) -> None:
-        loop = self._loop
-        began = time.perf_counter()
+        loop, began = self._loop, time.perf_counter()
         told: list[int] = []
         if handle.number is not None:
             self._attempt("step numbers", lambda: told.append(describe.step_number(handle.number)))
         if loop.window is not None and told and told[0] != loop.window.step:
             self._finish()
+        if loop.window is not None and loop.window.cleared and self._patience == UNSEEN_MICROS:  # no step was ever seen
+            self._finish() if loop.window.cleared == "after" else self._cut(loop.window)
         if loop.window is None:
             step = told[0] if told else self._next_step
             first = not self._finisher.windows
@@ -305,8 +306,7 @@ class Recorder:
         self._attempt("recomputation", look)
 
     def _end(self, error: BaseException | None) -> None:
-        loop = self._loop
-        window = loop.window
+        loop, window = self._loop, self._loop.window
         if window is None:
             return
         loop.read_logits()

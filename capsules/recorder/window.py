@@ -43,6 +43,9 @@ class Window:
     unscaled: bool = False
     skipped: bool = False
     backwards: int = 0
+    cleared: str = (
+        ""  # gradients were zeroed with no step since backward: "after" it, or "before" that of another batch
+    )
     # Read at the end:
     sharded: bool = False
     overflowed: bool = False
