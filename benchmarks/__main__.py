@@ -6,7 +6,7 @@ import importlib
 import platform
 import sys
 
-NAMES = ("recorder", "engine", "optimizer_engine", "training", "curves", "importers", "demo", "console")
+NAMES = ("recorder", "engine", "optimizer_engine", "training", "curves", "importers", "cases", "demo", "console")
 
 
 def main(names: list[str]) -> int:

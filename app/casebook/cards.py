@@ -47,6 +47,7 @@ HEADER = "# Debug cases\n\nIncidents resolved here, one section each; `llmconsol
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _HEADING = re.compile(r"(?P<id>[a-z0-9]+(?:-[a-z0-9]+)*)\s+(?:·|-|—|–|:)\s+(?P<title>.+)")
 _FIELD = re.compile(r"\*\*(?P<name>[^*\n]{1,60}?)(?::\*\*|\*\*:)[ \t]*(?P<rest>.*)", re.DOTALL)
+_BULLET = re.compile(r"^[-*+]\s+")
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
@@ -193,10 +194,12 @@ def set_field(text: str, id: str, name: str, value: str) -> str:
     card = find(before, id)
     if card is None:
         raise CardError(f"the case log has no case {id}")
-    others = [(each.id, each.text) for each in before if each.id != id]
+    others = [(each.id, each.text) for each in before if each is not card]
     old = next((field for field in card.fields if field.name.casefold() == name.casefold()), None)
+    kept = [(field.name, field.value) for field in card.fields if field is not old]
     newline = newline_of(text)
     first, *further = [single_line(line) for line in value.split("\n") if line.strip()] or [""]
+    further = [_BULLET.sub("", line, count=1) for line in further]  # they come back from the file with theirs
     block = [f"- **{old.name if old else name}:** {first}".rstrip(), *(f"  - {line}" for line in further)]
     if old is not None:
         start, end = old.start, old.end
@@ -218,8 +221,12 @@ def set_field(text: str, id: str, name: str, value: str) -> str:
         result = "".join(lines[:start]) + replacement + "".join(lines[end:])
         after = parse(result)
         changed = find(after, id)
-        same = [(each.id, each.text) for each in after if each.id != id] == others
-        if changed is not None and same and single_line(changed.get(name)) == single_line(value):
+        if changed is None or [(each.id, each.text) for each in after if each is not changed] != others:
+            continue
+        new = next((field for field in changed.fields if field.name.casefold() == name.casefold()), None)
+        if new is None or [(field.name, field.value) for field in changed.fields if field is not new] != kept:
+            continue
+        if single_line(new.value) == single_line(value):
             return result
     raise CardError(f"the field {name} of {id} cannot be changed alone, its lines belong together; edit it by hand")
 
@@ -230,7 +237,8 @@ def add_occurrence(text: str, id: str, occurrence: str) -> str:
     Raises:
         CardError: no such case, or its occurrences are no plain list.
     """
-    card = find(parse(text), id)
+    before = parse(text)
+    card = find(before, id)
     field = next((each for each in card.fields if each.name.casefold() == "occurrences"), None) if card else None
     if field is None or not field.value:
         return set_field(text, id, "Occurrences", occurrence)
@@ -241,8 +249,10 @@ def add_occurrence(text: str, id: str, occurrence: str) -> str:
     entry = f"{' ' * len(lead.group() if lead else '- ')}- {single_line(occurrence)}"
     added = entry + newline if closed else newline + entry
     result = "".join(lines[: field.end]) + added + "".join(lines[field.end :])
-    after = find(parse(result), id)
-    if after is None or after.get("Occurrences") != f"{field.value}\n- {single_line(occurrence)}":
+    cards = parse(result)
+    after = find(cards, id)
+    same = [each.text for each in cards if each is not after] == [each.text for each in before if each is not card]
+    if after is None or not same or after.get("Occurrences") != f"{field.value}\n- {single_line(occurrence)}":
         raise CardError(f"the occurrences of {id} are no plain list; add {single_line(occurrence)!r} by hand")
     return result
 

@@ -180,3 +180,108 @@ class TestChangingAField:
         assert after.get(name) == cards.single_line(value)
         others = [(field.name, field.value) for field in card.fields if field.name != name]
         assert [(field.name, field.value) for field in after.fields if field.name != name] == others
+
+
+#: Lines that people, programs and merges leave in a Markdown file.
+LINES = (
+    "", "", "prose", "```", "  ```", "~~~", "<!-- comment", "-->", "<!-- ## one-line · c -->", "> ## quoted · q",
+    "- item", "  - nested", "\t- after a tab", "* star", "1. one", "- **Fix:** do", "  this",
+    "-\t**Gate:** gates/x.json · passed", "*   **Occurrences:** 2026 a", "    - 2026 b", "- **Occurrences:**",
+    "  - 2026-01-01 one", "- **Own:** [x](y) `c`", "  ## in-item · fenced or not", "    ## code-x · indented",
+    "Title", "-----", "# Chapter", "## no id", "| a | b |", "\x0c", "\u2028 sep", "\x85", "中文 🎉", "\udcff",
+    "- **Fix**: outside", "lazy", "<div>", "</pre>", "[ref]: x", "- - **Fix:** in", " - **Class:** one blank",
+    "<script>", "- ```", "-",
+)  # fmt: skip
+VALUES = (
+    "passed",
+    "a\nb",
+    "gates/a.json · passed 2026-11-29",
+    "## x-y · z",
+    "```",
+    "<!--",
+    "- b",
+    "",
+    "\udcff",
+    "\u2028",
+    "---",
+)
+
+
+@st.composite
+def wild(draw: st.DrawFn) -> str:
+    """Anything at all between, before and within cards, in any order; line ends of one kind or mixed."""
+    lines: list[str] = []
+    for number in range(draw(st.integers(0, 3))):
+        lines += draw(st.lists(st.sampled_from(LINES), max_size=4))
+        lines.append(draw(st.sampled_from(["## case-%d · T", "##  case-%d - T ##", "  ## case-%d: T"])) % number)
+        lines += draw(st.lists(st.sampled_from(LINES), max_size=6))
+    ends = draw(st.sampled_from([("\n",), ("\r\n",), ("\n", "\r\n"), ("\r",)]))
+    text = "".join(line + draw(st.sampled_from(ends)) for line in lines)
+    return draw(st.sampled_from(["", "\ufeff"])) + (text.rstrip("\r\n") if draw(st.booleans()) else text)
+
+
+def told(known: tuple[cards.Card, ...]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """What cards say, wherever they stand."""
+    return [(each.id, each.title, [(field.name, field.value) for field in each.fields]) for each in known]
+
+
+class TestAnyMarkdown:
+    """An edit does what it should and nothing else, or it is refused."""
+
+    @given(wild())
+    @settings(max_examples=80, deadline=None)
+    def test_parsing_loses_no_byte(self, text: str):
+        lines = cards.split_lines(text)
+        assert "".join(lines) == text
+        assert all("".join(lines[card.start : card.end]) == card.text for card in cards.parse(text))
+
+    @given(wild(), st.sampled_from(VALUES))
+    @settings(max_examples=80, deadline=None)
+    def test_appending(self, text: str, value: str):
+        try:
+            after = cards.append(text, "new-case", "T " + value, {"Class": "kernel", "Own": value})
+        except cards.CardError:
+            return
+        assert after.startswith(text)
+        assert told(cards.parse(after)[:-1]) == told(cards.parse(text))
+        assert cards.parse(after)[-1].get("Own") == cards.single_line(value)
+
+    @given(wild(), st.sampled_from(VALUES), st.sampled_from(["Gate", "Fix", "New one", "add", "same"]), st.data())
+    @settings(max_examples=250, deadline=None)
+    def test_changing_a_card(self, text: str, value: str, name: str, data: st.DataObject):
+        """Setting a field (the gate's edit is one), adding an occurrence, writing a field back as it was read."""
+        known = cards.parse(text)
+        if not known:
+            return
+        card = cards.find(known, data.draw(st.sampled_from(known)).id)
+        assert card is not None
+        if name == "same":
+            if not card.fields:
+                return
+            name = data.draw(st.sampled_from(card.fields)).name
+            value = card.get(name)
+        adds = name == "add"
+        name = "Occurrences" if adds else name
+        old = next((field for field in card.fields if field.name.casefold() == name.casefold()), None)
+        try:
+            changed = (
+                cards.add_occurrence(text, card.id, value) if adds else cards.set_field(text, card.id, name, value)
+            )
+        except cards.CardError:
+            return
+        lines = cards.split_lines(text)
+        start, end = (old.start, old.end) if old else (card.fields[-1].end if card.fields else card.end,) * 2
+        start = end if adds and old and old.value else start
+        head, tail = "".join(lines[:start]), "".join(lines[end:])
+        assert changed.startswith(head)
+        assert changed.endswith(tail)
+        assert len(changed) >= len(head) + len(tail)
+        after = cards.find(cards.parse(changed), card.id)
+        assert after is not None
+        new = next(field for field in after.fields if field.name.casefold() == name.casefold())
+        rest = [[field for field in each.fields if field not in (old, new)] for each in (card, after)]
+        assert [(each.name, each.value) for each in rest[0]] == [(each.name, each.value) for each in rest[1]]
+        others = [[each for each in parsed if each not in (card, after)] for parsed in (known, cards.parse(changed))]
+        assert told(tuple(others[0])) == told(tuple(others[1]))
+        if not adds:
+            assert cards.single_line(new.value) == cards.single_line(value)

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llmconsole.app import paths
 from llmconsole.app.casebook import cards, search
 
 SEED = cards.parse(paths.seed_cases(), seed=True)
+
+_WORDS = (
+    "溢出",
+    "复读机",
+    "loss",
+    "不降",
+    "NaN",
+    "grad",
+    "norm",
+    "ｎａｎ",
+    "GRAD",
+    "straße",
+    "STRASSE",
+    "é",
+    "e\u0301",
+    "溢",
+    "\udcff",
+)
 
 
 def find(query: str, log: str | None = None) -> list[str]:
@@ -28,10 +50,15 @@ def find(query: str, log: str | None = None) -> list[str]:
         ("class:serving p99", "ttft-p99-high"),
         ('"overfit one batch"', "one-batch-not-overfitted"),
         ("rule：kv/cancel-leak", "kv-pages-never-return"),
+        ("NaN 溢出", "nan-in-mid-run"),
     ],
 )
 def test_finds_the_seed_case_first(query: str, id: str):
     assert find(query)[0] == id
+
+
+def test_parts_of_words_are_enough():
+    assert "loss-spike" in find("grad norm")
 
 
 def test_every_word_must_occur():
@@ -41,6 +68,32 @@ def test_every_word_must_occur():
 def test_a_colon_that_names_no_field_is_part_of_the_word():
     log = "## a-b · Port 127.0.0.1:8080 fails\n\n- **Class:** serving\n"
     assert find("127.0.0.1:8080", log) == ["a-b"]
+
+
+def test_a_phrase_that_is_still_being_typed_finds_what_it_will_find():
+    log = "## a-b · one two\n\n## c-d · two one\n"
+    assert find('"two o', log) == ["c-d"]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(_WORDS), min_size=1, max_size=6), min_size=1, max_size=6),
+    st.lists(st.sampled_from(_WORDS), min_size=1, max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_exactly_the_cards_that_hold_every_word_are_found(texts: list[list[str]], words: list[str]):
+    fields = ("Symptom", "Keywords", "Own field", "Root cause", "Fix", "Trigger")
+    parts = [
+        f"## c-{number} · Case\n\n" + "".join(f"- **{fields[at]}:** {word}\n" for at, word in enumerate(text))
+        for number, text in enumerate(texts)
+    ]
+
+    def folded(text: str) -> str:
+        return unicodedata.normalize("NFKC", text).casefold()
+
+    expected = {
+        f"c-{number}" for number, part in enumerate(parts) if all(folded(word) in folded(part) for word in words)
+    }
+    assert set(find(" ".join(words), "\n".join(parts))) == expected
 
 
 def test_a_phrase_is_not_its_words():
