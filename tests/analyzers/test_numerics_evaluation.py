@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from llmconsole.analyzers.report import CapsuleReport
 from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule, Recorder
+from llmconsole.capsules.importers import import_files
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -475,6 +477,24 @@ def two(name: str, values: list[float], **fields: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.fires(DROP)
 @pytest.mark.recorded(DROP)
+def test_an_accuracy_that_falls_for_good_in_a_state_of_the_trainer(tmp_path, findings_of):
+    """As the Hugging Face Trainer writes it: a row an evaluation, its loss still falling."""
+    accuracy = [0.50, 0.60, 0.66, 0.61, 0.57, 0.53, 0.50]
+    rows = [
+        {"epoch": at, "step": 100 * at, "eval_accuracy": value, "eval_loss": 2.0 - at / 10, "eval_runtime": 1.5}
+        for at, value in enumerate(accuracy, start=1)
+    ]
+    rows += [{"epoch": at, "step": 100 * at, "loss": 2.1 - at / 10} for at in range(1, 8)]
+    file = tmp_path / "trainer_state.json"
+    file.write_text(
+        json.dumps({"global_step": 700, "max_steps": 700, "log_history": rows, "is_world_process_zero": True})
+    )
+    (finding,) = findings_of(DROP, Capsule.open(import_files([file], tmp_path / "runs", attach=False)))
+    assert finding.evidence[0].value == 300, "the best checkpoint"
+    assert "0.66" in finding.summary
+
+
+@pytest.mark.fires(DROP)
 def test_forgetting_is_told_with_both_sides_and_the_standard_error(build, findings_of):
     made = record("evaluations", *two("domain", [61, 78], n=500), *two("general", [64, 49], n=500))
     (finding,) = findings_of(DROP, build(made))
@@ -554,6 +574,13 @@ SFT = {"training": {"objective": "sft"}, "model": {"initialised": "pretrained"}}
 
 @pytest.mark.fires(CONTROL)
 @pytest.mark.recorded(CONTROL)
+def test_a_run_that_tunes_and_evaluates_one_set_is_noted(tmp_path, findings_of):
+    job = Job(tmp_path, training={"objective": "sft"}).train().evaluate().train().evaluate()
+    (finding,) = findings_of(CONTROL, job.capsule())
+    assert (finding.severity, finding.evidence[0].value) == ("info", 1)
+
+
+@pytest.mark.fires(CONTROL)
 def test_a_tuned_model_that_is_evaluated_on_its_domain_alone_is_noted(build, findings_of):
     (finding,) = findings_of(CONTROL, build(record("evaluations", *two("medical", [61, 78])), SFT))
     assert (finding.severity, finding.kind) == ("info", "hygiene")

@@ -145,6 +145,49 @@ def scores(part: str | None, values: list[float], **fields: Any) -> list[dict[st
 
 @pytest.mark.fires(SLICE)
 @pytest.mark.recorded(SLICE)
+def test_a_model_that_forgets_one_domain_while_it_learns_another(build, findings_of):
+    """Next-token tables trained on two languages, then on one alone; each held-out sample is scored by the model."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(1)
+
+    def texts(jump: int, count: int) -> torch.Tensor:
+        rows = [torch.randint(0, 24, (count, 1), generator=generator)]
+        for _ in range(15):
+            odd = torch.rand(count, 1, generator=generator) < 0.2
+            rows.append(torch.where(odd, torch.randint(0, 24, (count, 1), generator=generator), (rows[-1] + jump) % 24))
+        return torch.cat(rows, 1)
+
+    held = {"law": texts(1, 20), "poetry": texts(5, 20)}
+    table = nn.Embedding(24, 24)
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+
+    def losses(ids: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(table(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+
+    def fill(writer):
+        for step in range(91):
+            if step % 30 == 0:
+                with torch.no_grad():
+                    scored = {name: losses(ids).tolist() for name, ids in held.items()}
+                writer.records(
+                    "samples",
+                    [
+                        {"step": step, "id": f"{name}{row}", "domain": name, "split": "validation", "loss": loss}
+                        for name, rows in scored.items()
+                        for row, loss in enumerate(rows)
+                    ],
+                )
+            batch = torch.cat([texts(1, 28), texts(5, 4)]) if step < 30 else texts(1, 32)
+            optimizer.zero_grad()
+            losses(batch).mean().backward()
+            optimizer.step()
+
+    (finding,) = findings_of(SLICE, build(fill))
+    assert "domain poetry rises" in finding.summary
+
+
+@pytest.mark.fires(SLICE)
 def test_a_slice_of_scores_that_falls_while_the_whole_rises_is_named_once(build, findings_of):
     made = [*scores(None, [0.50, 0.60]), *scores("law", [0.5, 0.75]), *scores("poetry", [0.6, 0.45])]
     capsule = build(lambda writer: writer.records("evaluations", made))
