@@ -160,13 +160,18 @@ class ArraysFile:
         if not self.checked:
             self._check_bytes(whole=True)
             with self._opened() as file:
-                if self.description is None:
-                    raw = decode_object(_dataset(file, "description", None, MAX_MANIFEST_BYTES)[...].tobytes())
-                    self.description = parse_description(raw, self.relative)
-                for key, info in self.description.arrays.items():
-                    _expected(file, key, info, self.relative)
-            self.checked = True
+                self._check_inside(file)
         assert self.description is not None
+        return self.description
+
+    def _check_inside(self, file: Any) -> Description:
+        if self.description is None:
+            raw = decode_object(_dataset(file, "description", None, MAX_MANIFEST_BYTES)[...].tobytes())
+            self.description = parse_description(raw, self.relative)
+        if not self.checked:
+            for key, info in self.description.arrays.items():
+                _expected(file, key, info, self.relative)
+            self.checked = True
         return self.description
 
     def read(self, key: str) -> Array:
@@ -175,8 +180,9 @@ class ArraysFile:
         Raises:
             EvidenceError: see ``check``; or a chunk fails its checksum, or text is none.
         """
-        info = self.check().arrays[key]
+        self._check_bytes(whole=True)
         with self._opened() as file:
+            info = self._check_inside(file).arrays[key]
             dataset = _expected(file, key, info, self.relative)
             if dataset is None:
                 return np.empty(info.shape, STORED[info.dtype])

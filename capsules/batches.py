@@ -333,6 +333,8 @@ def pack_state(value: Any, arrays: dict[str, Plain]) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"bytes": _put(np.frombuffer(bytes(value), np.uint8), arrays)}
     if isinstance(value, tuple):
+        if set(map(type, value)) == {int} and -(2**63) <= min(value) <= max(value) < 2**63:
+            return {"tuple": list(value)}  # Python's generator: hundreds of words
         return {"tuple": [pack_state(each, arrays) for each in value]}
     if isinstance(value, list):
         return [pack_state(each, arrays) for each in value]

@@ -34,6 +34,10 @@ def builtin(value: Any) -> Any:
     return str(value)
 
 
+#: Types that need no look inside, and those of them that can be no NaN.
+_BUILTIN = frozenset((type(None), bool, int, float, str))
+_NEVER_NAN = _BUILTIN - {float}
+
 _encoder = msgspec.json.Encoder(enc_hook=builtin)
 _decoder = msgspec.json.Decoder()
 
@@ -123,7 +127,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in _BUILTIN:
         return value
     if depth == 0:
         raise EvidenceError(f"a value is nested deeper than {MAX_JSON_DEPTH} levels")
@@ -131,7 +135,11 @@ def _plain(value: Any, depth: int) -> Any:
         items = cast("Mapping[Any, Any]", value).items()
         return {_key(key): _plain(item, depth - 1) for key, item in items}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item, depth - 1) for item in cast("Iterable[Any]", value)]
+        members = cast("Iterable[Any]", value)
+        # A generator's state is a list of hundreds of integers: looking at their types alone takes a fraction.
+        if not set(map(type, members)) - _BUILTIN:
+            return list(members)
+        return [_plain(item, depth - 1) for item in members]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, enum.Enum):
@@ -163,7 +171,8 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _spelled(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_spelled(item) for item in cast("list[Any]", value)]
+        listed = cast("list[Any]", value)
+        return [_spelled(item) for item in listed] if set(map(type, listed)) - _NEVER_NAN else listed
     return value
 
 

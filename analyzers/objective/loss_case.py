@@ -49,11 +49,16 @@ class Micro:
 
     def rows(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[Floats, Floats]:
         """(loss sum, denominator) of each row [B]; a sum is NaN where the scores cannot say."""
+        key = ("rows", shift, positions, denominator, noise)
+        return self._remember(key, lambda: self._rows(shift, positions, denominator, noise))
+
+    def _rows(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[Floats, Floats]:
         counted, targets = self._remember(("counted", shift, positions), lambda: self._counted(shift, positions))
         # The target of a position depends on the shift alone, but for scored ignore labels.
         table = ("losses", shift, positions == "ignored-label", noise)
-        everywhere = np.ones_like(counted)
-        losses = self._remember(table, lambda: self.scores.losses(targets, everywhere, noise, self.tokens[:, 1:]))
+        losses = self._remember(
+            table, lambda: self.scores.losses(targets, np.ones_like(counted), noise, self.tokens[:, 1:])
+        )
         sums = self._remember(("sums", shift, positions, noise), lambda: np.where(counted, losses, 0.0).sum(axis=1))
         divisor = self._remember(
             ("divisor", shift, positions, denominator),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -60,7 +61,12 @@ def environment() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of the allow-listed packages that are installed."""
+    """Versions of the allow-listed packages that were installed when this was first asked in the process."""
+    return dict(_packages())
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:
