@@ -82,6 +82,7 @@ class Job:
         hidden: bool = False,
         low: bool = False,
         model: nn.Module | None = None,
+        start: str = "random",
         **told: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -92,7 +93,7 @@ class Job:
         self.low = low
         manifest = {
             "tokenizer": {"pad_id": PAD, "bos_id": BOS},
-            "model": {"initialised": "random"},
+            "model": {"initialised": start},
             "training": {"precision": "bf16-mixed" if low else "fp32"},
         }
         self.recorder = Recorder(folder, model=self.model, optimizer=self.optimizer, manifest=manifest | told)
@@ -575,7 +576,7 @@ SFT = {"training": {"objective": "sft"}, "model": {"initialised": "pretrained"}}
 @pytest.mark.fires(CONTROL)
 @pytest.mark.recorded(CONTROL)
 def test_a_run_that_tunes_and_evaluates_one_set_is_noted(tmp_path, findings_of):
-    job = Job(tmp_path, training={"objective": "sft"}).train().evaluate().train().evaluate()
+    job = Job(tmp_path, start="pretrained").train().evaluate().train().evaluate()
     (finding,) = findings_of(CONTROL, job.capsule())
     assert (finding.severity, finding.evidence[0].value) == ("info", 1)
 
