@@ -82,9 +82,9 @@ def _known(batches: tuple[BatchDifference, ...], compared: int, different_precis
 
 
 def _first_series(judged: list[tuple[Pair, SeriesDifference]]) -> tuple[Pair, SeriesDifference] | None:
-    """The series that differs first; of several at one step the most telling one."""
+    """The series that differs first; of several at one step what was given, else the most telling one."""
     parted = [each for each in judged if each[1].step is not None]
-    return min(parted, key=lambda each: each[1].step or 0, default=None)
+    return min(parted, key=lambda each: (each[1].step or 0, not is_given(each[1].name)), default=None)
 
 
 def _first(

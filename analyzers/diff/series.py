@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +29,8 @@ _MACHINE = (
 )
 #: Series that always mean something, also where they are 0 throughout.
 _ALWAYS_REPORTED = frozenset({"loss", "eval_loss", "learning_rate"})
+#: What importers note of a log whose lines name no step.
+_NO_STEPS = "no step"
 _MOST_SERIES = 2000
 _SAMPLE = 2000
 _MOST_DIGITS = 15
@@ -73,8 +76,9 @@ def shared_series(left: Capsule, right: Capsule) -> tuple[list[Pair], list[str]]
     ordered += sorted(name for name in names if name not in _FIRST and not _of_the_machine(name))
     pairs: list[Pair] = []
     notes: list[str] = []
+    counted = _counted(left, right, notes)
     for name in ordered[:_MOST_SERIES]:
-        first, second = curve(left, name), curve(right, name)
+        first, second = counted("left", curve(left, name)), counted("right", curve(right, name))
         side = _unreported(name, first, second)
         if side:
             notes.append(f"{name} was not reported by the {side} run (a constant 0 or -1): not compared")
@@ -84,11 +88,61 @@ def shared_series(left: Capsule, right: Capsule) -> tuple[list[Pair], list[str]]
             pairs.append(pair)
         else:
             notes.append(f"{name} has no step that both runs logged")
-    every = curve(left, "loss").interval, curve(right, "loss").interval
-    if every[0] != every[1] and any(pair.name == "loss" for pair in pairs):
-        notes.append(f"left logs every {every[0]} steps, right every {every[1]}: means over those do not agree exactly")
     notes += [note for side, capsule in (("left", left), ("right", right)) if (note := _repeats(side, capsule))]
+    losses = counted("left", curve(left, "loss")), counted("right", curve(right, "loss"))
+    every = losses[0].interval, losses[1].interval
+    if every[0] != every[1] and pairs and pairs[0].name == "loss":
+        if (means := _of_means(pairs[0], *losses)) is not None:
+            which, other = ("right", "left") if every[0] < every[1] else ("left", "right")
+            notes.append(f"the {which} run's losses are means over {max(every)} steps: the {other}'s were averaged so")
+            return [means, *pairs[1:]], notes
+        notes.append(f"left logs every {every[0]} steps, right every {every[1]}: means over those do not agree exactly")
     return _renumbered(pairs, left, right, notes), notes
+
+
+def _counted(left: Capsule, right: Capsule, notes: list[str]) -> Callable[[str, Curve], Curve]:
+    """What moves the points of a log that names no steps, so that its lines were counted, to those of the other."""
+    names_none = [
+        any(_NO_STEPS in str(note) for each in _files(capsule) for note in each.get("notes") or ())
+        for capsule in (left, right)
+    ]
+    lines, known = (left, right) if names_none[0] else (right, left)
+    from_, to = curve(lines, "loss").step, curve(known, "loss").step
+    if names_none[0] == names_none[1] or not len(from_) or curve(known, "loss").interval == 1:
+        return lambda _, found: found
+    side = "left" if lines is left else "right"
+    notes.append(f"the {side} log names no steps: its lines were laid beside the other's points, one by one")
+
+    def moved(which: str, found: Curve) -> Curve:
+        if which != side:
+            return found
+        place = np.searchsorted(from_, found.step)
+        keep = place < len(to)
+        return Curve(to[place[keep]], found.value[keep])
+
+    return moved
+
+
+def _files(capsule: Capsule) -> list[dict[str, Any]]:
+    imported: Any = capsule.manifest.raw.get("imported")
+    files = imported.get("files") if isinstance(imported, dict) else None
+    return [each for each in files if isinstance(each, dict)] if isinstance(files, list) else []
+
+
+def _of_means(pair: Pair, left: Curve, right: Curve) -> Pair | None:
+    """The losses again, the finer log averaged between the points of the other; None where that is no nearer."""
+    fine, coarse = (left, right) if left.interval < right.interval else (right, left)
+    width, step = coarse.interval // fine.interval, coarse.step
+    ends = np.searchsorted(fine.step, step, side="right")
+    whole = (ends >= width) & (fine.step[np.minimum(ends, len(fine)) - 1] == step)
+    whole &= fine.step[np.maximum(ends - width, 0)] > step - coarse.interval
+    if not whole.any():
+        return None
+    sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(fine.value), fine.value, np.nan))])
+    means = Curve(step[whole], (sums[ends[whole]] - sums[ends[whole] - width]) / width)
+    found = pair_of(pair.name, pair.unit, *((means, right) if fine is left else (left, means)))
+    nearer = len(found.step) and np.median(found.distance) <= limits.NEARER_AS_MEANS * np.median(pair.distance)
+    return found if nearer and pair.differs.any() else None
 
 
 @np.errstate(all="ignore")
@@ -144,7 +198,7 @@ def judge(pair: Pair, rounding: float = limits.ROUNDING) -> SeriesDifference:
     if ratio is not None:
         base = msgspec.structs.replace(base, ratio=ratio)
         return _described(base, pair, "constant-ratio", f"right is {ratio:.4g} × left at {len(pair.step)} steps")
-    if at > 0 and _jumps(pair, at, rounding):
+    if at > 0 and _jumps(pair, at, rounding) and not _small_after_few(pair, at):
         return _described(base, pair, "jump", "")
     manner, note = _from_the_start(pair, rounding) if at == 0 else _small_at_first(pair, at)
     jump = _jump_over_noise(pair, at, rounding) if manner in ("rounding", "undetermined") else None
@@ -199,6 +253,19 @@ def _jumps(pair: Pair, at: int, rounding: float) -> bool:
     hidden = min(int(pair.step[at] - pair.step[at - 1]), limits.MOST_HIDDEN_STEPS)
     floor = max(float(pair.resolution[at]), rounding * float(pair.scale[at]))
     return bool(distance[at] >= limits.JUMP * limits.GROWTH_A_STEP ** (hidden - 1) * floor)
+
+
+def _small_after_few(pair: Pair, at: int) -> bool:
+    """Whether the curves part after a few points only, by next to nothing: 16 bits round like that.
+
+    A first loss that is equal shows one forward pass, and the first updates are yet to come.
+    """
+    if at >= limits.FIRST_POINTS or len(pair.step) < limits.NOISE_POINTS:
+        return False
+    first = pair.distance[at : at + limits.FIRST_POINTS]
+    own = max(noise(pair.left[np.isfinite(pair.left)]), noise(pair.right[np.isfinite(pair.right)]))
+    small = bool((first <= limits.SMALL_START * pair.scale[at : at + limits.FIRST_POINTS]).all())
+    return small and float(np.median(first)) <= limits.SMALL_AGAINST_NOISE * own
 
 
 def _jump_over_noise(pair: Pair, at: int, rounding: float) -> int | None:

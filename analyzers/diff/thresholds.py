@@ -17,6 +17,10 @@ DATA_AGAINST_NOISE = (0.3, 10.0)
 #: Relative difference below which a first difference may be rounding at all, and below which it is in any case.
 LARGEST_ROUNDING = 1e-2
 SURE_ROUNDING = 1e-5
+#: … and where only a few points were equal before.
+SMALL_START = 1e-3
+#: Averages of the finer log are compared where they are nearer to the coarser one by this factor.
+NEARER_AS_MEANS = 0.25
 #: The rarer sign of the differences must make up this share before they count as scatter.
 MIXED_SIGNS = 0.15
 #: Points before noise can be measured, and points of the beginning that are looked at.

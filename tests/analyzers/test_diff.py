@@ -382,3 +382,50 @@ def test_odd_values_are_compared_without_a_complaint() -> None:
         right = np.where(rng.random(points) < 0.5, left, rng.choice(odd, points))
         found = judge(pair_of("loss", "", curve(left), curve(right)))
         assert (found.step is None) == (found.manner == "none")
+
+
+class TestLogsOfOtherKinds:
+    """One run as several programs logged it."""
+
+    @pytest.fixture
+    def compared(self, tmp_path: Path) -> Callable[[str, str], Difference]:
+        def compared(left: str, right: str) -> Difference:
+            capsules: list[Capsule] = []
+            for name, text in (("left", left), ("right", right)):
+                (tmp_path / f"{name}.log").write_text(text)
+                files = import_files([tmp_path / f"{name}.log"], tmp_path / "out", attach=False)
+                capsules.append(Capsule.open(files))
+            return compare(capsules[0], capsules[1])
+
+        return compared
+
+    def test_means_over_a_logging_interval_agree_with_the_steps(self, compared: Callable[..., Difference]) -> None:
+        values = falling(100, 1)
+        fine = "".join(f"step {at + 1} | loss: {each:.5f}\n" for at, each in enumerate(values))
+        means = values.reshape(-1, 10).mean(1)
+        coarse = "".join(f"step {10 * at + 10} | loss: {each:.4f}\n" for at, each in enumerate(means))
+        found = compared(fine, coarse)
+        assert found.same
+        assert any("means over 10 steps" in note for note in found.notes)
+        assert any("means over 10 steps" in note for note in compared(coarse, fine).notes)
+        assert not compared(fine, coarse.replace(f"{means[6]:.4f}", f"{means[6] + 1:.4f}")).same
+
+    def test_counted_lines_are_laid_beside_steps(self, compared: Callable[..., Difference]) -> None:
+        values = falling(30, 2)
+        stepped = "".join(f"step {50 * at + 50} | loss: {each:.4f} | lr: 1e-4\n" for at, each in enumerate(values))
+        dicts = "".join(f"{{'loss': {each:.4f}, 'learning_rate': 1e-4, 'epoch': 0.1}}\n" for each in values)
+        found = compared(stepped, dicts)
+        assert found.same
+        assert any("names no steps" in note for note in found.notes)
+
+    def test_of_a_loss_and_a_rate_that_part_at_one_step_the_rate_is_named(self, compared: Callable[..., Difference]):
+        left = "".join(f"step {at} | loss: {each:.4f} | lr: 1e-4\n" for at, each in enumerate(falling(30, 3)))
+        right = "".join(f"step {at} | loss: {each:.4f} | lr: 3e-4\n" for at, each in enumerate(falling(30, 4)))
+        assert compared(left, right).verdict.kind == "setting"
+
+    def test_a_small_first_difference_after_one_equal_loss_is_no_jump(self) -> None:
+        values = falling(60, 5)
+        drift = 2e-3 * np.random.default_rng(6).normal(size=60) * np.minimum(1, np.arange(60) / 20)
+        assert parted(values, values + drift)[0] in ("rounding", "undetermined")
+        drift[1:] += 0.5
+        assert parted(values, values + drift)[0] == "jump"
