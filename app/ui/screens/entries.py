@@ -37,7 +37,7 @@ _ENDS = {"stale": "silent", "crashed": "died"}
 
 _NAME = " llmconsole  "
 _EMPTY = """
- No capsule, no log here yet.
+ No capsule or log here yet.
 
  In your training loop:
    from llmconsole.capsules
@@ -47,8 +47,8 @@ _EMPTY = """
        optimizer=optimizer)
 
  Or copy a log here: text,
- JSON, CSV, TensorBoard, wandb
- are known by their content.
+ JSON, CSV, wandb and
+ TensorBoard files are known.
 
  Or see a run break:
    llmconsole demo

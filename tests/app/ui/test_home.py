@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,29 @@ def test_a_broken_run_is_marked_and_explained(tmp_path: Path, make_capsule: Make
             await until(pilot, lambda: "loss-nonfinite" in lines(console, "#first"), "the first divergence is named")
             await until(pilot, lambda: "N" in lines(console, "#small-loss"), "the NaN is marked on the curve")
             assert "2 capsules" in str(console.screen.query_one("#where", Static).render())
+
+    asyncio.run(scenario())
+
+
+def test_the_first_row_is_the_one_in_need_until_a_key_is_pressed(
+    tmp_path: Path, make_capsule: Make, until: Until
+) -> None:
+    paths = [make_capsule("broken", loss=[*np.linspace(3, 2, 40), float("nan")]), make_capsule("healthy")]
+    for age, path in enumerate(paths):
+        for each in (*path.rglob("*"), path):
+            os.utime(each, (1e9 + age, 1e9 + age))
+
+    async def scenario() -> None:
+        console = Console(tmp_path, remember=False)
+        async with console.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: len(console.screen.query_one("#capsules", Rows)) == 2, "listed")
+            await until(pilot, lambda: all(map(console.reports.of, map(str, paths))), "both are judged")
+            await until(pilot, lambda: "loss-nonfinite" in lines(console, "#first"), "the broken one is shown")
+            await pilot.press("down")
+            await until(pilot, lambda: "Nothing diverged" in lines(console, "#first"), "the healthy one is chosen")
+            console.reports.arrived.publish(str(paths[0]))
+            await pilot.pause(0.2)
+            assert console.home._selected.path == str(paths[1])
 
     asyncio.run(scenario())
 
