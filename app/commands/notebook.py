@@ -215,6 +215,8 @@ def rows(name: str, book: Notebook, now: datetime) -> list[RenderableType]:
     head = Text(" ")
     head.append(one_line(name), "bold")
     head.append(f"  {book.status if book.opened or book.status != 'open' else 'not opened yet'}", "bold cyan")
+    if book.status == "fixed":
+        head.append("  ○ not gated", "yellow")
     if (seconds := book.seconds(now)) is not None:
         head.append(f"  {'located in' if book.located else 'open for'} {books.duration(seconds)}")
     found: list[RenderableType] = [head]

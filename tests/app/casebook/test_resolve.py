@@ -164,6 +164,13 @@ class TestRefusals:
         with pytest.raises(ResolveError, match=complaint):
             resolve.plan(dataclasses.replace(STATEMENT, **change), incident, now=NOW)
 
+    def test_a_commit_that_files_a_case_is_no_fix(self, incident: Incident):
+        resolve_now(incident)
+        words = "files the case labels-not-shifted and fixes nothing; name the commit of the fix"
+        with pytest.raises(ResolveError, match=words) as caught:
+            resolve.plan(dataclasses.replace(STATEMENT, case="another"), incident, now=NOW)
+        assert list(caught.value.fields) == ["fix_commit"]
+
     def test_a_test_that_is_not_committed_does_not_count(self, repository: Path, incident: Incident):
         (repository / "tests" / "test_new.py").write_text("def test_new(): pass\n")
         with pytest.raises(ResolveError, match="not committed yet"):
@@ -219,6 +226,23 @@ class TestTheCommit:
             resolve_now(incident)
         assert log.read_bytes() == b"# Mine\r\n\xff\r\nnot committed"
         assert state_of(repository) == before
+
+    def test_a_hook_that_rewrites_the_new_file_and_refuses_leaves_it_out_of_the_index(
+        self, repository: Path, incident: Incident
+    ):
+        hook = repository / ".git" / "hooks" / "pre-commit"
+        hook.write_text("#!/bin/sh\necho >> debug-cases.md\nexit 1\n")
+        hook.chmod(0o755)
+        before = state_of(repository)
+        with pytest.raises(StoreError):
+            resolve_now(incident)
+        assert state_of(repository) == before
+
+    def test_lines_that_begin_with_a_number_sign_are_committed_as_shown(self, repository: Path, incident: Incident):
+        git(repository, "config", "commit.cleanup", "strip")
+        planned = resolve.plan(dataclasses.replace(STATEMENT, symptom="#1 " * 60), incident, now=NOW)
+        resolve.commit(planned)
+        assert git(repository, "log", "-1", "--format=%B").strip() == planned.message.strip()
 
     def test_changes_that_nobody_committed_are_part_of_the_diff_that_is_shown(
         self, repository: Path, incident: Incident
