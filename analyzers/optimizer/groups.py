@@ -300,7 +300,12 @@ def _still(capsule: Capsule, groups: dict[tuple[int, int], list[Parameter]]) -> 
     )
 
 
-@rule("optimizer/frozen-not-frozen", stage="numerics", needs=("records.param_groups.requires_grad",))
+@rule(
+    "optimizer/frozen-not-frozen",
+    stage="numerics",
+    needs=("records.param_groups.requires_grad",),
+    cases=("one-batch-not-overfitted",),
+)
 def frozen_not_frozen(capsule: Capsule) -> Iterator[Finding]:
     """A frozen parameter is trained.
 

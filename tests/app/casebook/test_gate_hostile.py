@@ -1,4 +1,4 @@
-"""The gate in repositories as people have them: hooks, submodules, ignore rules, floods of output, a kill in mid-commit."""
+"""The gate in repositories as people have them: hooks, submodules, ignored files, floods of output, a killed commit."""
 
 from __future__ import annotations
 
