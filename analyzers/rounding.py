@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +47,16 @@ class Noise:
 
     def __call__(self, array: Array, name: str) -> Array:
         """``array`` with each element scaled by 1 ± roundoff; ``name`` keeps the draws of two inputs apart."""
-        salt = np.random.default_rng((self.seed, self.draw, zlib.crc32(name.encode()))).integers(
-            0, 2**63, dtype=np.uint64
-        )
-        bits = np.ascontiguousarray(array, np.float64).view(np.uint64) ^ salt
+        bits = np.ascontiguousarray(array, np.float64).view(np.uint64) ^ _salt(self.seed, self.draw, name)
         for shift, factor in _MIX:
             bits = (bits ^ (bits >> shift)) * factor
         signs = np.where(bits >> np.uint64(63), 1.0, -1.0)
         return array * (1.0 + self.roundoff * signs)
+
+
+@lru_cache(maxsize=1024)
+def _salt(seed: int, draw: int, name: str) -> np.uint64:
+    return np.random.default_rng((seed, draw, zlib.crc32(name.encode()))).integers(0, 2**63, dtype=np.uint64)
 
 
 def scalar_tolerance(value: float, sigma: float, roundoff: float, decimals: int | None) -> float:

@@ -52,6 +52,11 @@ class Micro:
         key = ("rows", shift, positions, denominator, noise)
         return self._remember(key, lambda: self._rows(shift, positions, denominator, noise))
 
+    def totals(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[float, float]:
+        """The sums over ``rows`` of both."""
+        key = ("totals", shift, positions, denominator, noise)
+        return self._remember(key, lambda: _summed(self.rows(shift, positions, denominator, noise)))
+
     def _rows(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[Floats, Floats]:
         counted, targets = self._remember(("counted", shift, positions), lambda: self._counted(shift, positions))
         # The target of a position depends on the shift alone, but for scored ignore labels.
@@ -194,6 +199,14 @@ class RecordedSums:
             return np.array([np.nan]), np.array([np.nan])
         total = np.array([self.loss_sum])
         return (noise(total, "loss_sum") if noise is not None else total), np.array([self.tokens])
+
+    def totals(self, shift: str, positions: str, denominator: str, noise: Noise | None) -> tuple[float, float]:
+        """The same as numbers."""
+        return _summed(self.rows(shift, positions, denominator, noise))
+
+
+def _summed(rows: tuple[Floats, Floats]) -> tuple[float, float]:
+    return float(rows[0].sum()), float(rows[1].sum())
 
 
 @dataclass(frozen=True, eq=False)

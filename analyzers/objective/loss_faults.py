@@ -60,26 +60,23 @@ def reported_loss(case: Any, spec: Any, noise: Noise | None, rows: object) -> fl
 
 
 def _reduced(window: Window, micros: Sequence[Micro | RecordedSums], spec: LossSpec, noise: Noise | None) -> float:
-    def parts(several: Sequence[Micro | RecordedSums]) -> tuple[list[Any], list[Any]]:
-        rows = [each.rows(spec.shift, spec.positions, spec.denominator, noise) for each in several]
-        return [sums for sums, _ in rows], [counts for _, counts in rows]
-
-    sums, counts = parts(micros)
-    total, count = sum(float(each.sum()) for each in sums), sum(float(each.sum()) for each in counts)
+    about = (spec.shift, spec.positions, spec.denominator, noise)
+    parts = [each.totals(*about) for each in micros]
+    total, count = sum(sums for sums, _ in parts), sum(counts for _, counts in parts)
     match spec.reduction:
         case "sum":
             value = total
         case "sequence-mean":
-            row_sums, row_counts = np.concatenate(sums), np.concatenate(counts)
+            row_sums, row_counts = (
+                np.concatenate(each) for each in zip(*(m.rows(*about) for m in micros), strict=True)
+            )
             used = row_counts > 0
             value = float((row_sums[used] / row_counts[used]).mean()) if used.any() else float("nan")
         case "micro-mean" | "micro-sum" | "micro-sum/configured":
-            means = [_divide(float(s.sum()), float(n.sum())) for s, n in zip(sums, counts, strict=True)]
             divisor = {"micro-mean": len(micros), "micro-sum": 1}.get(spec.reduction, window.configured or 1)
-            value = sum(means) / divisor
+            value = sum(_divide(*each) for each in parts) / divisor
         case "one-rank":
-            every, _ = parts([each for rank in window.ranks for each in rank])
-            value = _divide(sum(float(each.sum()) for each in every), count)
+            value = _divide(sum(each.totals(*about)[0] for rank in window.ranks for each in rank), count)
         case _:
             value = _divide(total, count)
     factor = {"accumulation": float(len(window.own)), "world": float(window.world), "1/world": 1.0 / window.world}
