@@ -47,9 +47,10 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         Above 10 × the maximum of the first 100 steps (of all before it while there are fewer, at least 20), or above
-        100, above 3 × the recent median and with a loss that rises; NaN or Inf where no scaler skipped the step and the
-        loss was finite up to it, to the end of the record: norms that are finite again show that the step was skipped,
-        which is info. A single step after which norm and loss are ordinary again is info.
+        100, above 3 × the recent median and with a loss that rises; NaN or Inf to the end of the record where no scaler
+        skipped the step and the loss was finite up to it (norms that are finite again show that the step was skipped:
+        info). The step is that from which on every norm is above twice the median of the 20 before. A single step after
+        which norm and loss are ordinary again is info.
 
     Looks like it but is not:
         The large gradients of the first steps and of a warm-up; norms that are large throughout, as with summed losses;
@@ -87,7 +88,7 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
             else (T.GRADIENT_LARGE, "with a rising loss")
         )
         if not subsides or _loss_stays_up(loss, at):
-            yield _explosion(at, norm, limit, test, True)
+            yield _explosion(at, norm, limit, test, True, _onset(gradient, index))
             return
         passed = passed or _explosion(at, norm, limit, test, False)
     if lost.size and not _lost_before(loss, int(lost[0])):
@@ -97,6 +98,16 @@ def gradient_explosion(capsule: Capsule) -> Iterator[Finding]:
         yield passed
     elif skips.size:
         yield _explosion(int(skips[0]), float(curve(capsule, "grad_norm").at(int(skips[0]))), math.inf, "finite", False)
+
+
+def _onset(gradient: Curve, index: int) -> int:
+    """Step from which on every norm up to the exploded one is out of line with those before: where it began to rise."""
+    value, onset, lowest = gradient.value, index, float(gradient.value[index])
+    for start in range(index, max(T.MIN_HISTORY, index - T.LONGEST_RISE) - 1, -1):
+        lowest = min(lowest, float(value[start]))
+        if lowest > T.GRADIENT_PARTNER * float(np.median(value[max(0, start - T.RECENT_WINDOW) : start])):
+            onset = start
+    return int(gradient.step[onset])
 
 
 def _nonfinite(gradient: Curve, loss: Curve) -> tuple[Ints, Ints]:
@@ -140,16 +151,17 @@ def _loss_stays_up(loss: Curve, step: int) -> bool:
     return float(np.median(after[-T.RECENT_WINDOW :])) > median + max(2 * sigma, 0.1 * abs(median))
 
 
-def _explosion(step: int, norm: float, limit: float, test: str, lasting: bool) -> Finding:
+def _explosion(step: int, norm: float, limit: float, test: str, lasting: bool, onset: int | None = None) -> Finding:
     finite = math.isfinite(norm)
+    rises = f"rises from step {onset} on and " if onset is not None and onset < step else ""
     shown = f"{norm:.4g}" if finite else ("NaN" if math.isnan(norm) else "Infinity")
     return Finding(
         severity=None if lasting else "info",
         title="The gradient explodes" if lasting else "A large gradient that passed",
-        summary=f"The gradient norm is {shown} at step {step}"
+        summary=f"The gradient norm {rises}is {shown} at step {step}"
         + (f", above {limit:.4g} ({test})" if finite else " and no scaler is known to have skipped the step" * lasting)
         + ("." if lasting else "; norm and loss are ordinary again after it."),
-        where=Where(step=step),
+        where=Where(step=step if onset is None else onset),
         evidence=(
             Evidence(name="grad_norm", value=norm, expected=f"≤ {limit:.4g}" if finite else "finite", note=test),
         ),

@@ -23,6 +23,8 @@ GRADIENT_LARGE: Final = 100.0
 GRADIENT_GROWN: Final = 3.0
 #: How far above the median of the last 20 a gradient norm is to take part in a spike or a rise.
 GRADIENT_PARTNER: Final = 2.0
+#: Points before an explosion in which the beginning of the rise is looked for.
+LONGEST_RISE: Final = 500
 
 #: Trailing window of a loss spike and its width in standard deviations.
 SPIKE_WINDOW: Final = 128

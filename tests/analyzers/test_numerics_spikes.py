@@ -309,3 +309,30 @@ def test_the_gradient_of_a_loss_that_is_no_number_is_no_explosion(build, finding
     loss, norm = falling_loss(200), falling_norm(200)
     loss[lost:] = norm[150:] = math.nan
     assert (not findings_of(EXPLOSION, build(scalars(loss=loss, grad_norm=norm)))) is quiet
+
+
+@pytest.mark.fires(EXPLOSION)
+def test_an_explosion_stands_where_the_rise_began(build, findings_of):
+    loss, norm = falling_loss(300), falling_norm(300)
+    loss[200:] += 0.1 * np.arange(100)
+    norm[200:] *= 3.0 + np.arange(100)
+    (finding,) = findings_of(EXPLOSION, build(scalars(loss=loss, grad_norm=norm)))
+    assert finding.where.step == 200
+    assert "rises from step 200 on and is" in finding.summary
+
+
+@pytest.mark.quiet(EXPLOSION)
+def test_norms_that_are_finite_again_belong_to_steps_that_somebody_skipped(build, findings_of):
+    norm = falling_norm(200)
+    norm[[3, 5, 120]] = math.inf
+    (finding,) = findings_of(EXPLOSION, build(scalars(loss=falling_loss(200), grad_norm=norm)))
+    assert (finding.severity, finding.where.step) == ("info", 3)
+
+
+@pytest.mark.quiet(SPIKE)
+def test_a_record_that_ends_in_a_spike_no_larger_than_those_that_passed_is_info(build, findings_of):
+    loss, norm = falling_loss(200), falling_norm(200)
+    for at, factor in ((90, 2.5), (140, 2.6), (199, 2.1)):
+        loss[at] *= factor
+        norm[at] *= 4
+    assert not alarms(findings_of(SPIKE, build(scalars(loss=loss, grad_norm=norm))))
