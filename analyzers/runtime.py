@@ -87,12 +87,15 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
         for each in capsule.records("events")
         if each.get("kind") == "log" and each.get("logger") == "nccl"
     ]
-    reached = _step(error)
+    reached, last = _step(error), _last_step(capsule)
+    if reached is not None:
+        when = f"after step {reached:,}"
+    else:
+        when = "before the first reported step" if last is None else f"its file names no step; others reach {last:,}"
     return Finding(
         confidence="undetermined",
         title="The job ended with an error",
-        summary=f"{_short(f'{kind}: {message}', 440)}"
-        + (" (before the first reported step)." if reached is None else f" (after step {reached:,})."),
+        summary=f"{_short(f'{kind}: {message}', 440)} ({when}).",
         where=Where(step=reached, rank=error.get("rank")),
         evidence=(
             Evidence(name="error", value=_short(f"{kind}: {message}", 600), expected="none"),
@@ -123,7 +126,7 @@ def _out_of_memory(error: Mapping[str, Any], count: int) -> Finding:
         summary=words + (": both together are too little, so it is no fragmentation." if decided else "."),
         where=Where(step=reached, rank=error.get("rank")),
         evidence=(
-            Evidence(name="requested", value=requested, expected=f"≤ {slack:.0f}" if decided else None, unit="B"),
+            Evidence(name="requested", value=requested, expected=f"≤ {slack:,.0f}" if decided else None, unit="B"),
             *(
                 Evidence(name=name, value=value, unit="B")
                 for name, value in {**sizes, "reserved, not allocated": idle}.items()

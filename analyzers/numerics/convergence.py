@@ -157,6 +157,7 @@ def _divergence(capsule: Capsule, loss: Curve) -> Finding | None:
     step = int(loss.step[lowest])
     return Finding(
         title="The loss diverges",
+        cases=("learning-rate-too-high",),
         summary=f"The loss rises from {low:.4g} around step {step} to {end:.4g} at the end and goes on rising.",
         where=Where(step=step),
         evidence=(
@@ -234,6 +235,7 @@ def _oscillation(capsule: Capsule, loss: Curve) -> Finding | None:
     return Finding(
         confidence=confidence,
         title="The loss swings without falling",
+        cases=("learning-rate-too-high",),
         summary=(
             f"From step {tail.first} on the loss swings by ±{tail.noise:.3g} around {tail.level:.4g} and does not fall"
             + (f"; the samples explain ±{sampled:.2g} of it." if sampled is not None else ".")

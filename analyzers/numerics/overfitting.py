@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..finding import Evidence, Finding, Where
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..series import Curve, Floats, carried, curve, noise
 from . import thresholds as T
 
@@ -128,7 +128,7 @@ def overfitting(capsule: Capsule) -> Iterator[Finding]:
     """
     groups = held_out_losses(capsule)
     if not groups:
-        raise NotJudged("an evaluation loss (eval_loss, val_loss …) beside the training loss")
+        raise NotCaptured("an evaluation loss (eval_loss, val_loss …) beside the training loss")
     train = curve(capsule, "loss").finite()
     rises = [rise for name, found in groups.items() if (rise := lasting_rise(name, found)) is not None]
     rises = [rise for rise in rises if _training_falls(train, rise, groups[rise.name])]

@@ -66,6 +66,17 @@ def test_the_exception_that_ended_a_log_is_said_and_left_open(read: Read):
     assert "RuntimeError: shape mismatch" in finding.summary
 
 
+@pytest.mark.fires(FAILED)
+def test_an_error_in_a_file_of_its_own_stands_at_no_step(tmp_path: Path):
+    (tmp_path / "job.out").write_text(step(1) + step(2))
+    (tmp_path / "job.err").write_text(trace("RuntimeError: CUDA error: an illegal memory access was encountered"))
+    files = [tmp_path / "job.err", tmp_path / "job.out"]
+    capsule = Capsule.open(import_files(files, tmp_path / "imported", attach=False))
+    (finding,) = analyze(capsule, [rule_named(FAILED)]).findings
+    assert finding.where.step is None
+    assert finding.summary.endswith("(its file names no step; others reach 2).")
+
+
 @pytest.mark.quiet(FAILED)
 @pytest.mark.parametrize(
     "text",
