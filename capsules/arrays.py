@@ -6,6 +6,7 @@ of its ``arrays``. Datasets are chunked with the fletcher32 filter and no other,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -26,6 +27,8 @@ from .storage import open_inside
 
 _KEY = re.compile(r"[A-Za-z0-9_]{1,200}")
 _CHUNK_BYTES = 4 * MIB
+#: Arrays of this size together are read with the first one that is asked for: to open a file costs more than that.
+_SMALL_BYTES = MIB // 4
 _images = itertools.count()
 
 Size = Annotated[int, Meta(ge=0, le=MAX_INT64)]
@@ -133,6 +136,7 @@ class ArraysFile:
         self.description = description
         self.checked = False
         self._sound = False  # its bytes are those that the writer wrote
+        self._ahead: dict[str, Array] = {}  # read with another one, and not yet asked for
 
     def glance(self, room: int) -> tuple[Description, int]:
         """What the file holds, and the bytes read to find out; without opening it where its line in the index stands.
@@ -180,13 +184,24 @@ class ArraysFile:
         Raises:
             EvidenceError: see ``check``; or a chunk fails its checksum, or text is none.
         """
+        if key in self._ahead:
+            return self._ahead.pop(key)
         self._check_bytes(whole=True)
         with self._opened() as file:
-            info = self._check_inside(file).arrays[key]
-            dataset = _expected(file, key, info, self.relative)
-            if dataset is None:
-                return np.empty(info.shape, STORED[info.dtype])
-            bits: Array = dataset[...]
+            arrays = self._check_inside(file).arrays
+            bits = self._bits(file, key, arrays[key])
+            plain = {other: info for other, info in arrays.items() if info.dtype != "string"}
+            if sum(math.prod(each.shape) * STORED[each.dtype].itemsize for each in plain.values()) <= _SMALL_BYTES:
+                for other in plain.keys() - {key}:
+                    with contextlib.suppress(Exception):  # said when it is asked for
+                        self._ahead[other] = self._bits(file, other, plain[other])
+        return bits
+
+    def _bits(self, file: Any, key: str, info: ArrayInfo) -> Array:
+        dataset = _expected(file, key, info, self.relative)
+        if dataset is None:
+            return np.empty(info.shape, STORED[info.dtype])
+        bits: Array = dataset[...]
         if info.dtype != "string":
             return bits.reshape(info.shape)
         try:
