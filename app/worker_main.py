@@ -77,8 +77,10 @@ def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
             from .looks import find
 
             function = find(method)
-            if "path" in params:  # of a raw file; looks know only the first one of its job
-                belong_together(params["path"], params.pop("files", ()))
+            jobs = params.pop("jobs", {})  # looks know a job of raw files by its first one
+            for each in (params.get("path"), params.get("beside")):
+                if each:
+                    belong_together(each, jobs.get(each, ()))
         if function is None:
             return {"error": {"kind": "failed", "message": f"the worker knows no method {method}"}}
         return {"result": plain(function(**params))}

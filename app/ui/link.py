@@ -35,12 +35,16 @@ class _Question:
     method: str
     params: dict[str, Any]
     timeout: float | None
-    files: tuple[str, ...] = ()
+    jobs: dict[str, tuple[str, ...]]
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The parameters, with all files of the job where the path is the first of several raw ones."""
-        return {**self.params, "files": self.files} if self.files else self.params
+        """The parameters, with all files of a job where a path is the first of several raw ones."""
+        if not self.jobs:
+            return self.params
+        if self.method == "analyze":
+            return {**self.params, "files": self.jobs[self.params["path"]]}
+        return {**self.params, "jobs": self.jobs}
 
 
 @dataclass
@@ -92,8 +96,10 @@ class Link:
             if line.closed:
                 return
             slot = (id(asker), method, key)
+            asked = [params.get("path", ""), params.get("beside", "")]
+            jobs = {each: self.jobs[each] for each in asked if each in self.jobs}
             line.waiting.pop(slot, None)
-            line.waiting[slot] = _Question(asker, method, params, timeout, self.jobs.get(params.get("path", ""), ()))
+            line.waiting[slot] = _Question(asker, method, params, timeout, jobs)
             if line.thread is None:
                 line.thread = threading.Thread(target=_serve, args=(line,), name=f"worker-{channel}", daemon=True)
                 line.thread.start()
