@@ -13,7 +13,7 @@ from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..series import Ints
 from . import thresholds as T
-from .scale import collapse_finding, forward_nonfinite, scale_collapse
+from .scale import collapse_finding, forward_nonfinite, scale_collapse, scale_search
 from .symptoms import (
     FLOAT16_NEAR,
     FLOAT16_SIZED,
@@ -192,9 +192,10 @@ def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
         halvings in a row without a rise, down to 2 or less, or five skipped steps in a row at such a scale.
 
     Looks like it but is not:
-        The scale search at the start of a run; steps that the scaler skipped because scaled gradients overflowed;
-        −inf in masked scores or logits; a mask constant of −65504; activations that are large but stable; large values
-        in bfloat16 or float32; Inf that came in from an earlier non-finite tensor; a division by zero.
+        The scale search at the start of a run (info, where it begins at 2²⁴ or more and takes four logged steps); steps
+        that the scaler skipped because scaled gradients overflowed; −inf in masked scores or logits; a mask constant of
+        −65504; activations that are large but stable; large values in bfloat16 or float32; Inf that came in from an
+        earlier non-finite tensor; a division by zero.
 
     What to try next:
         Run the same batch from the captured state in bfloat16 or float32: if it stays finite, range is the cause. Plot
@@ -213,6 +214,8 @@ def fp16_overflow(capsule: Capsule) -> Iterator[Finding]:
     collapse = scale_collapse(capsule)
     if collapse is not None and not forward_nonfinite(capsule, collapse.step):
         yield collapse_finding(collapse)
+    elif (search := scale_search(capsule)) is not None:
+        yield search
 
 
 def _tensor_finding(stats: Any, found: Overflow) -> Finding:

@@ -101,6 +101,44 @@ def collapse_finding(collapse: Collapse) -> Finding:
     )
 
 
+def scale_search(capsule: Capsule) -> Finding | None:
+    """What the search at the start costs, where the scale begins far above any that could work; info."""
+    scale, skipped = curve(capsule, "loss_scale").finite(), curve(capsule, "overflow").finite()
+    if not len(scale) or scale.value[0] < T.SEARCH_FROM or len(skipped) < len(scale):
+        return None
+    flags = np.isin(scale.step, skipped.step[skipped.value > 0])
+    points = len(scale) if flags.all() else int(np.argmin(flags))
+    if points < T.SEARCH_STEPS or (np.diff(scale.value[:points]) >= 0).any():
+        return None
+    first, last = int(scale.step[0]), int(scale.step[points - 1])
+    ended = points < len(scale)
+    time = curve(capsule, "step_time").between(first, last).finite().value
+    spent = f", {float(time.sum()):,.0f} s," if time.size == points else ""
+    return Finding(
+        severity="info",
+        kind="hygiene",
+        title="The search for a loss scale begins far too high",
+        summary=(
+            f"The loss scale begins at {scale.value[0]:.4g} and is lowered at each of the first {points} logged steps"
+            f"{spent} all of them skipped"
+            + (
+                f"; it settles at {scale.value[points]:.4g}."
+                if ended
+                else ": the record ends within the search. That is normal and no divergence."
+            )
+        ),
+        where=Where(step=first),
+        evidence=(
+            Evidence(name="loss_scale", value=float(scale.value[0]), expected=f"< {T.SEARCH_FROM:g}", note="first"),
+            Evidence(name="skipped steps", value=points, expected=f"< {T.SEARCH_STEPS}", unit="steps"),
+            *([Evidence(name="time spent", value=float(time.sum()), unit="s")] if spent else []),
+        ),
+        cause="the scaler's initial scale is a default that no job needs",
+        next=("see at which scale it settles",),
+        fix=("begin with that scale (initial_loss_scale, initial_scale_power 16)",),
+    )
+
+
 def forward_nonfinite(capsule: Capsule, step: int) -> bool:
     """Whether the forward pass was already non-finite when the scale began to fall: then scaling is not the matter."""
     loss = curve(capsule, "loss")

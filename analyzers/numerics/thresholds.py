@@ -111,6 +111,9 @@ USUAL_CREST: Final = 16.0
 INF_NEIGHBOUR_FACTOR: Final = 64.0
 #: Records of a tensor shown as its trajectory.
 TRAJECTORY: Final = 6
+#: Scale from which a search at the start is wasteful (2²⁴; 2¹⁰ to 2¹⁷ is where scales settle), and steps it takes.
+SEARCH_FROM: Final = 2.0**24
+SEARCH_STEPS: Final = 4
 #: Loss scale at which there is nothing left to halve, and the halvings in a row that lead there.
 SCALE_FLOOR: Final = 2.0
 MIN_HALVINGS: Final = 5

@@ -217,3 +217,14 @@ def test_a_gradient_that_overflowed_under_a_fixed_scale_is_told_by_the_gradients
 @pytest.mark.quiet(RULE)
 def test_infinity_among_gradients_that_are_small_everywhere_is_a_division(build, findings_of):
     assert not findings_of(RULE, build(stats(*unscaled_by_hand(3.0))))
+
+
+@pytest.mark.quiet(RULE)
+@pytest.mark.parametrize(("first", "said"), [(32, "settles at 6.554e+04"), (17, None)])
+def test_a_search_that_begins_far_too_high_is_a_remark(build, findings_of, first, said):
+    scale = [2.0**power for power in range(first, 16, -1)] + [2.0**16] * 30
+    skipped = [1.0] * (first - 16) + [0.0] * 30
+    capsule = build(lambda w: write_scalars(w, loss_scale=scale, overflow=skipped, step_time=[2.0] * len(scale)))
+    findings = findings_of(RULE, capsule)
+    assert [(each.severity, each.kind) for each in findings] == ([("info", "hygiene")] if said else [])
+    assert all(said in each.summary and "32 s" in each.summary for each in findings)
