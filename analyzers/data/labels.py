@@ -170,7 +170,9 @@ def _judge(fit: Fit, meant: bool) -> Iterator[tuple[str, Finding]]:
     enough = (fit.rows.asked if fit.rows.asked is not None else fit.rows.ids > 0).sum(axis=1) >= T.GARBAGE_MIN_LABELS
     garbage = misfits & (best < T.GARBAGE_AGREEMENT) & enough
     if garbage.any():
-        yield "garbage", _garbage_finding(fit, garbage, meant)
+        # Labels that are the tokens of other rows of the batch were theirs, whatever the objective is.
+        exchanged = sum(_owner(fit, row) is not None for row in np.flatnonzero(garbage)[:8].tolist())
+        yield "garbage", _garbage_finding(fit, garbage, meant or exchanged >= T.EXCHANGED_ROWS)
     partial = misfits & ~garbage
     shifted = np.nan_to_num(fit.share[1], nan=-1.0) > np.nan_to_num(fit.share[0], nan=-1.0)
     partial &= ~(shifted & (best >= T.SHIFTED_CUT_AGREEMENT))

@@ -53,7 +53,8 @@ def duplicate_batch(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A digest comes again in the same epoch. Where epochs are not on record: three or more batches in a row come
         again at one distance, or one comes again, while batches that are new follow afterwards, so that the data was
-        not used up. After a checkpoint was loaded: batches of earlier steps begin to come again at once (replayed), or
+        not used up. One and the same batch in every step is info and undetermined, where an epoch is not known to have
+        more. After a checkpoint was loaded: batches of earlier steps begin to come again at once (replayed), or
         the loader's position jumps (skipped).
 
     Looks like it but is not:
@@ -68,7 +69,7 @@ def duplicate_batch(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         Make the iterator once an epoch; save and restore the loader's state; seed the sampler by epoch.
     """
-    if is_overfit(capsule) or objective(capsule) in REUSING:
+    if is_overfit(capsule) or objective(capsule) in REUSING or _rewarded(capsule):
         return
     runs = _sequences(capsule)
     if not runs:
@@ -79,6 +80,11 @@ def duplicate_batch(capsule: Capsule) -> Iterator[Finding]:
         if found is not None:
             yield _placed(found, rank)
             return
+
+
+def _rewarded(capsule: Capsule) -> bool:
+    """Whether the loss goes below 0: no likelihood does, the surrogate losses of policy optimisation do."""
+    return bool((capsule.scalars("loss").value < 0).any())
 
 
 def _sequences(capsule: Capsule) -> dict[int, list[Seen]]:
@@ -158,7 +164,7 @@ class _Found:
     summary: str
     step: int
     evidence: tuple[Evidence, ...]
-    cause: str
+    cause: str | None
     confidence: Confidence = "likely"
     severity: Severity | None = None
 
@@ -251,12 +257,16 @@ def _always_one(known: Sequence[Seen], used_up: int | None) -> _Found | None:
     """One and the same batch in every step."""
     if len(known) < T.REPEAT_MIN_BATCHES or used_up == 1:
         return None
+    many = used_up is not None
     return _Found(
+        severity=None if many else "info",
+        confidence="likely" if many else "undetermined",
         title="Every step trains on the same batch",
-        summary=f"All {len(known)} micro-batches from step {known[0].step} to {known[-1].step} are one and the same.",
+        summary=f"All {len(known)} micro-batches from step {known[0].step} to {known[-1].step} are one and the same"
+        + (f", where an epoch has {used_up}." if many else ": on purpose, or an iterator that is made anew each step."),
         step=known[1].step,
-        evidence=(Evidence(name="distinct batches", value=1, expected=len(known), unit="batches"),),
-        cause="the iterator is made anew for every step; if it is on purpose, declare run.overfit",
+        evidence=(Evidence(name="distinct batches", value=1, expected=used_up or len(known), unit="batches"),),
+        cause="the iterator is made anew for every step" if many else None,
     )
 
 
@@ -337,6 +347,7 @@ def _cursor_finding(each: Seen, place: float, expected: float, batches: float) -
 
 
 def _placed(found: _Found, rank: int) -> Finding:
+    vague = found.confidence == "undetermined"
     return Finding(
         severity=found.severity,
         confidence=found.confidence,
@@ -348,6 +359,7 @@ def _placed(found: _Found, rank: int) -> Finding:
         next=(
             "log the loader's position and the sample ids",
             "look how the iterator is made and what a checkpoint holds",
+            *(("declare run.overfit, or how many samples there are (training.dataset_samples)",) if vague else ()),
         ),
         fix=("make the iterator once an epoch", "save and restore the loader's state, and seed the sampler by epoch"),
     )

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: What held-out splits are called.
 HELD_OUT = ("validation", "valid", "val", "eval", "evaluation", "test", "dev", "heldout", "held-out")
 
+#: The split that the recorder writes for a pass that nobody named.
+FOUND = "evaluation"
+
 
 @rule(
     "data/split-leak",
@@ -38,7 +41,8 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
 
     Looks like it but is not:
         Ids that are alike because each split counts from 0: content decides, never an id. An overfit run that says so.
-        One split alone, of which nothing can be said.
+        One split alone, of which nothing can be said. Forwards without gradients that nobody called an evaluation:
+        train accuracy, a policy's own log-probabilities (info).
 
     What to try next:
         Print a common sample; search both sources for it.
@@ -50,6 +54,7 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
         return
     train: dict[str, tuple[int | None, str]] = {}
     held: dict[str, tuple[str, int | None]] = {}
+    told = False
     for record in capsule.records("samples"):
         digest = record.get("sha256") or record.get("text")
         split = str(record.get("split") or "train").lower()
@@ -57,6 +62,7 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
             continue
         name = str(record.get("id") or digest)[:40]
         if split in HELD_OUT:
+            told |= split != FOUND
             held.setdefault(str(digest), (name, record.get("length")))
         elif split in ("train", "training"):
             train.setdefault(str(digest), (record.get("step"), name))
@@ -64,6 +70,7 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
         lengths = rows.real.sum(axis=1).tolist()
         for row, digest in enumerate(rows.digests()):
             if rows.batch.split == "validation":
+                told |= rows.batch.attributes.get("evaluation") != "found"
                 held.setdefault(digest, (rows.name(row), lengths[row]))
             else:
                 train.setdefault(digest, (rows.batch.step, rows.name(row)))
@@ -76,6 +83,9 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
     share = len(common) / len(held)
     severity: Severity | None = "info" if len(short) == len(common) else None if share >= T.LEAK_CRITICAL else "warning"
     step, in_train = train[common[0]]
+    if not told:
+        yield _seen_again(len(common), len(held), step)
+        return
     yield Finding(
         severity=severity,
         confidence="confirmed",
@@ -91,4 +101,18 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
         cause="the splits were made after chunking, or from overlapping sources",
         next=("print a common sample and search both sources for it",),
         fix=("split by document first, and drop duplicates across splits by digest",),
+    )
+
+
+def _seen_again(common: int, held: int, step: int | None) -> Finding:
+    """What a forward without gradients saw is trained on: a look at training data, unless it was to be held out."""
+    return Finding(
+        severity="info",
+        confidence="undetermined",
+        title="A forward outside the training steps sees samples of the training data",
+        summary=f"{common} of {held} samples that were seen outside the training steps are trained on; whether they "
+        "were meant to be held out is not on record.",
+        where=Where(step=step),
+        evidence=(Evidence(name="common samples", value=common, expected=None, unit="samples", note="by digest"),),
+        next=("wrap the evaluation in recorder.evaluation(name), which says that its data are held out",),
     )

@@ -147,3 +147,6 @@ MIXTURE_RISE_SHARE: Final = 0.05
 # Packing.
 #: Loss sums of the same documents apart and packed may differ by this share (rounding, other kernels).
 PACKED_LOSS_WITHIN: Final = 0.01
+
+#: Rows whose labels are the tokens of another row of their batch from which on that is no chance (labels-misaligned).
+EXCHANGED_ROWS = 2

@@ -313,13 +313,17 @@ def _frozen(capsule: Capsule, rate: Curve) -> Finding | None:
     if schedule is None or len(step) < T.FROZEN_STEPS or value[0] == 0 or (value != value[0]).any():
         return None
     first, last = int(step[0]), int(step[-1])
-    expected = [
-        predicted_share(schedule.name or "", at, schedule.warmup_steps or 0, schedule.total_steps)
-        for at in (first, last)
+    # Over the whole stretch: a warm-up from 0 and a decay to 0 begin and end alike.
+    places = np.unique(np.linspace(first, last, min(last - first + 1, 256)).astype(int)).tolist()
+    shares = [
+        share
+        for at in places
+        if (share := predicted_share(schedule.name or "", at, schedule.warmup_steps or 0, schedule.total_steps))
+        is not None
     ]
-    if expected[0] is None or expected[1] is None:
+    if len(shares) < len(places):
         return None
-    change = abs(expected[1] - expected[0])
+    change = max(shares) - min(shares)
     if change < T.FROZEN_CHANGE:
         return None
     return Finding(

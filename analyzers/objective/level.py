@@ -36,6 +36,10 @@ def first_loss(capsule: Capsule) -> tuple[int, float] | None:
     return int(series.step[0]), float(series.value[0])
 
 
+#: Objectives whose classes are no tokens.
+NO_TOKENS = ("classification", "regression", "reward", "embedding")
+
+
 def _is_random(capsule: Capsule) -> bool:
     model = capsule.manifest.model
     return model is not None and model.initialised == "random"
@@ -134,8 +138,8 @@ def initial_loss(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         The first loss, at step 0 or 1, is more than 0.5 nats from ln V.
     Looks like it but is not:
-        A pretrained model, a run that continues a checkpoint, a loss that is declared to be a sum, or one that is
-        reported in another way than per token while the captured logits give ln V.
+        A classifier; a pretrained model, a run that continues a checkpoint, a loss that is declared to be a sum, or one
+        that is reported in another way than per token while the captured logits give ln V.
     What to try next:
         Look at the standard deviation of the output logits (about 0.02 · √hidden is usual) and of the embedding.
     Fix:
@@ -145,6 +149,8 @@ def initial_loss(capsule: Capsule) -> Iterator[Finding]:
     training = capsule.manifest.training
     summed = training is not None and training.reduction == "sum"
     if first is None or nats is None or summed or not _is_random(capsule) or abs(first[1] - nats) <= INITIAL_WITHIN:
+        return
+    if training is not None and training.objective in NO_TOKENS:
         return
     step, loss = first
     computed = _captured_loss(capsule, step)

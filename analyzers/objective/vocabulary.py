@@ -10,6 +10,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
+from .loss_batch import is_shifted
 from .thresholds import UNTRAINED_ROW
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def vocabulary_mismatch(capsule: Capsule) -> Iterator[Finding]:
             next=("decode the ids from the smaller size on", "compare len(tokenizer) with the embedding's rows"),
             fix=("resize embedding and output to the tokenizer, or load the tokenizer of the checkpoint",),
         )
-    elif rows is not None and logits is not None and rows != logits:
+    elif rows is not None and logits is not None and rows != logits and _over_tokens(capsule, rows, logits):
         tied = model is not None and bool(model.tied_embeddings)
         yield Finding(
             title="Embedding and logits have different sizes",
@@ -120,6 +121,18 @@ def vocabulary_mismatch(capsule: Capsule) -> Iterator[Finding]:
             fix=("resize both together",),
         )
     yield from _untrained(capsule)
+
+
+def _over_tokens(capsule: Capsule, rows: int, columns: int) -> bool:
+    """Whether logits score tokens, and not tags or classes: by the labels, without any by their number."""
+    seen = [(each.input_ids, each.labels) for each in capsule.batches() if each.labels is not None]
+    for ids, labels in seen:
+        if ids is None or labels is None or np.shape(ids) != np.shape(labels) or np.ndim(ids) != 2:
+            continue
+        tokens, named = np.asarray(ids, np.int64), np.asarray(labels, np.int64)
+        if is_shifted(tokens, named, named >= 0, None) is not None:
+            return True
+    return not seen and 2 * columns >= rows
 
 
 def _largest_id(capsule: Capsule) -> int | None:

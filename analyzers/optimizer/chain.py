@@ -96,8 +96,8 @@ def _zero_named(rows: list[Parameter]) -> set[str]:
     "optimizer/gradient-chain-cut",
     stage="numerics",
     needs=("records.param_groups.has_grad|stats.parameter",),
-    # A loss over no token has a gradient of exactly zero; what was zeroed before the step had one.
-    explained_by=("objective/all-masked", "optimizer/order"),
+    # A loss over no token has a gradient of exactly zero, as has attention to padding alone; what was zeroed had one.
+    explained_by=("objective/all-masked", "optimizer/order", "data/attention-mask-mismatch"),
     cases=("loss-stuck-at-ln-v",),
 )
 def gradient_chain_cut(capsule: Capsule) -> Iterator[Finding]:

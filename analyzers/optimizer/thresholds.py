@@ -46,3 +46,6 @@ RECOMPUTE_DRAWN, RECOMPUTE_ROUNDING = 1e-4, 1e-2
 
 #: optimizer/adapter-merged-twice: share of the output's size below which an adapter's part cannot be told.
 ADAPTER_SHARE = 1e-6
+
+#: Share of the largest loss of a run below which nothing is left to do (update-ratio).
+SOLVED = 1e-4

@@ -62,12 +62,17 @@ def update_ratio(capsule: Capsule) -> Iterator[Finding]:
         raise NotJudged("update_norm and param_norm of one step, above zero")
     low, high = T.RATIO_CRITICAL
     large = [step for step, value in ratio.items() if value > high]
+    series = capsule.scalars("loss")
+    loss = dict(zip(series.step.tolist(), series.value.tolist(), strict=True))
+    start = max((value for value in loss.values() if math.isfinite(value)), default=0.0)
     top = max((value for value in rate.values() if math.isfinite(value)), default=math.nan)
 
     def counts(step: int) -> bool:
         now = rate.get(step, math.nan)
         if math.isfinite(now) and (now <= 0 or now < T.SMALL_RATE * top):
             return False
+        if loss.get(step, math.inf) < T.SOLVED * start:
+            return False  # an optimizer that stops at a tolerance (L-BFGS) has nothing left to do
         return ratio[step] > 0 or (gradient.get(step, 0.0) > 0 and now > 0)
 
     small = [step for step, value in ratio.items() if value < low and counts(step)]

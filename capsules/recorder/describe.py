@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,6 +125,10 @@ _OBJECTIVES = {
     "ForQuestionAnswering": "classification",
 }
 
+#: What an encoder-decoder calls its two inputs.
+_SOURCES = frozenset({"src", "source", "src_ids", "src_tokens", "encoder_input_ids", "input_ids"})
+_TARGETS = frozenset({"tgt", "trg", "tgt_in", "tgt_ids", "tgt_tokens", "prev_output_tokens", "decoder_input_ids"})
+
 
 def objective_of(model: nn.Module) -> str | None:
     """What a model is trained to do, where its class or configuration leaves no choice; never a next-token loss.
@@ -135,7 +140,14 @@ def objective_of(model: nn.Module) -> str | None:
     found = next((kind for part, kind in _OBJECTIVES.items() if any(part in name for name in names)), None)
     if found is None and getattr(getattr(model, "config", None), "is_encoder_decoder", None) is True:
         return "seq2seq"
-    return found
+    try:
+        asked = set(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        asked = set[str]()
+    two = bool(asked & _SOURCES and asked & _TARGETS) or any(
+        isinstance(each, nn.Transformer) for each in model.modules()
+    )
+    return "seq2seq" if found is None and two else found
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

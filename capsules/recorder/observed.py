@@ -29,7 +29,9 @@ def observed_facts(window: Window, loop: Loop, before: dict[str, Any]) -> dict[s
         training["precision"] = precision
     given = loop.given.get("training", {})
     facts: dict[str, Any] = {"training": {name: value for name, value in training.items() if name not in given}}
-    readings = next((micro.readings for micro in window.micros if micro.readings is not None), None)
+    # Scores of tags or classes say nothing of the vocabulary: their labels are no tokens of the row.
+    scored = (micro for micro in window.micros if micro.layout is not None or "labels" not in micro.arrays)
+    readings = next((micro.readings for micro in scored if micro.readings is not None), None)
     if readings is not None and "vocab_size" not in loop.given.get("model", {}) | before.get("model", {}):
         facts["model"] = {"vocab_size": readings.vocabulary}
     elif "model" in before:

@@ -70,10 +70,19 @@ def test_an_epoch_on_record_confirms_it(build, findings_of):
 
 
 @pytest.mark.fires(REPEAT)
-def test_every_step_on_one_batch(build, findings_of):
+def test_every_step_on_one_batch_may_be_on_purpose(build, findings_of):
     finding, numbers = one(findings_of(REPEAT, run(build, begins([0] * 20))))
     assert numbers["distinct batches"] == 1
-    assert "overfit" in finding.cause
+    assert (finding.severity, finding.confidence, finding.cause) == ("info", "undetermined", None)
+    assert any("overfit" in each for each in finding.next)
+
+
+@pytest.mark.fires(REPEAT)
+def test_every_step_on_one_batch_of_many_is_an_iterator_made_anew(build, findings_of):
+    known = {"training": {"dataset_samples": 64, "micro_batch": 4}}
+    (finding,) = findings_of(REPEAT, run(build, begins([0] * 20), manifest=known))
+    assert (finding.severity, finding.confidence) == ("warning", "likely")
+    assert "made anew" in finding.cause
 
 
 @pytest.mark.fires(REPEAT)
