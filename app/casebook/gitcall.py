@@ -17,6 +17,17 @@ _SETTINGS = tuple(
     for word in ("-c", setting)
 )
 
+#: What git tells its hooks of the repository they run in. Each call here names its own, perhaps another one.
+OF_HOOKS = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_COMMON_DIR",
+    "GIT_PREFIX",
+    "GIT_NAMESPACE",
+)
+
 
 class StoreError(Exception):
     """Git, or the repository, refuses; one line that says what, where, and what to do.
@@ -38,6 +49,8 @@ def run_git(
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     import git
 
+    for name in OF_HOOKS:
+        os.environ.pop(name, None)
     try:
         process: Any = git.Git().execute(
             ["git", "-C", os.fspath(directory), *_SETTINGS, *arguments],

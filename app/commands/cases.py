@@ -116,7 +116,8 @@ def _lint(file: Path, *, as_json: bool) -> int:
     if not file.exists():
         narrate(f"{file} is not there yet; the first resolved incident makes it")
     try:
-        repository = Repository(file.parent)
+        # Tests and gates are where the work is done, also where LLMCONSOLE_CASES names a log elsewhere.
+        repository = Repository(Path.cwd() if paths.repository_root() else file.parent)
     except StoreError as error:
         repository = None
         narrate(f"tests and gates were not looked up: {error}")

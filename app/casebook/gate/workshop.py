@@ -33,9 +33,6 @@ _HEARD = 100
 #: Seconds in which the rest of the output is read once a command has ended.
 _DRAIN = 1.0
 
-#: Variables with which git tells a hook where it is; a command in another tree must not believe them.
-_GIT = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_PREFIX")
-
 
 @dataclass(frozen=True)
 class Ran:
@@ -209,8 +206,8 @@ class Workshop:
                     return bytes(kept), False
 
     def _environment(self, tree: Path) -> dict[str, str]:
-        """This process's variables, less what belongs to a hook of git, with the tree first on Python's path."""
-        found = {name: value for name, value in os.environ.items() if name not in _GIT}
+        """This process's variables, with the tree first on Python's path."""
+        found = dict(os.environ)
         places = [tree, *(path for path in (tree / "src",) if path.is_dir())]
         found["PYTHONPATH"] = os.pathsep.join([*map(os.fspath, places), *filter(None, [found.get("PYTHONPATH")])])
         return found | self.mark | {"PYTHONDONTWRITEBYTECODE": "1"}

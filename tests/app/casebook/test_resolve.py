@@ -383,6 +383,16 @@ class TestTheRepository:
         assert store.commit_id("") is None
         assert store.commit_id("HEAD\x00") is None
 
+    def test_is_the_one_that_was_named_also_within_a_hook_of_another(
+        self, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        git(tmp_path, "init", "-q", "other")
+        monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+        monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
+        store = Repository(repository)
+        assert store.root == repository
+        assert store.tracked("train.py")
+
     def test_a_path_outside_or_inside_dot_git_is_refused(self, repository: Path, tmp_path: Path):
         store = Repository(repository)
         with pytest.raises(StoreError, match="outside"):
