@@ -279,6 +279,15 @@ class Repository:
         marks = {"MERGE_HEAD": "merge", "CHERRY_PICK_HEAD": "cherry-pick"}
         return next((word for mark, word in marks.items() if (self.git_directory / mark).exists()), "")
 
+    def people(self, commit: str) -> set[str]:
+        """Author and committer of a commit, as ``Name <address>``."""
+        printed = self._git("log", "-1", "--no-mailmap", "--format=%an <%ae>%n%cn <%ce>", commit, "--")
+        return set(printed.decode("utf-8", "replace").splitlines())
+
+    def shallow(self) -> bool:
+        """Whether the history was cut off when the repository was cloned."""
+        return self._git("rev-parse", "--is-shallow-repository").strip() == b"true"
+
     def touched(self, commit: str) -> list[str]:
         """Paths that a commit changes against its first parent."""
         options = ("--no-renames", "--root", "--no-commit-id", "--name-only", "-r", "-z")

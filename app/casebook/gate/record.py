@@ -176,7 +176,8 @@ def verify(repository: Repository, case: str, digest: Callable[[Path], str] | No
                 raise RecordError(f"{name}: an output of {each.item} does not have the digest recorded for it")
     for which, revision in (("fixed", facts.fixed), ("broken", facts.broken)):
         if repository.commit_id(revision) != revision or not repository.reachable(revision):
-            raise RecordError(f"{name}: the {which} commit {revision[:12]} is not in this repository any more")
+            gone = "this clone is shallow; git fetch --unshallow" if repository.shallow() else "it vanished"
+            raise RecordError(f"{name}: the {which} commit {revision[:12]} is not in this repository any more ({gone})")
     _check_commit(repository, commit, facts)
     if plan_sha256(repository.show(commit, plan) or b"") != facts.plan_sha256:
         raise RecordError(f"{plan} is not the one that the record was made with")
@@ -216,6 +217,8 @@ def _check_commit(repository: Repository, commit: str, facts: Facts) -> None:
     others = [path for path in repository.touched(commit) if path not in (name, plan_name(facts.case), facts.log)]
     if others:
         raise RecordError(f"{name} was not committed by a gate: commit {commit[:12]} also changes {others[0]}")
+    if facts.who not in repository.people(commit):
+        raise RecordError(f"{name} was made by {facts.who}, and commit {commit[:12]} by somebody else")
     text = (repository.show(commit, facts.log) or b"").decode("utf-8", "replace")
     card = cards.find(cards.parse(text), facts.case)
     gate = card.get("Gate") if card else ""

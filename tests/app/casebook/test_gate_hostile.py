@@ -153,15 +153,25 @@ class TestVerify:
         return str(refused.value)
 
     def test_a_commit_that_changes_other_files_too_is_not_the_gates(self, passed: Made) -> None:
-        words = self.forged(passed, old="Ada", new="Eve", also={"loss.py": "pass\n"})
+        words = self.forged(passed, old='"version":"', new='"version":"9', also={"loss.py": "pass\n"})
         assert "also changes loss.py" in words
+
+    def test_a_name_that_is_not_that_of_its_commit(self, passed: Made) -> None:
+        assert "was made by Eve <ada@example.org>, and commit" in self.forged(passed, old="Ada", new="Eve")
+
+    def test_a_shallow_clone_is_told_what_it_lacks(self, passed: Made, tmp_path: Path) -> None:
+        git(tmp_path, "clone", "-q", "--depth=1", f"file://{passed.root}", "clone")
+        with pytest.raises(RecordError, match="git fetch --unshallow"):
+            verify(Repository(tmp_path / "clone"), CASE)
 
     def test_parts_that_contradict_each_other(self, passed: Made) -> None:
         assert "contradict" in self.forged(passed, old='"result":"WARNED"', new='"result":"PASSED"')
 
     def test_a_card_that_says_otherwise(self, passed: Made) -> None:
         log = (passed.root / "debug-cases.md").read_text().replace("· passed", "· not passed")
-        words = self.forged(passed, old="Ada", new="Eve", also={"debug-cases.md": log.replace(RECORD, "gates/x.json")})
+        words = self.forged(
+            passed, old='"version":"', new='"version":"9', also={"debug-cases.md": log.replace(RECORD, "gates/x.json")}
+        )
         assert "the card in its commit gates/x.json" in words
 
     def test_a_capsule_at_hand_that_is_another_one_now(self, made: Made, worker: Worker) -> None:
