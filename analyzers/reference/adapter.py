@@ -1,6 +1,6 @@
 """A low-rank adapter in FP64: y = x·Wᵀ + s · (x·Aᵀ)·Bᵀ.
 
-Convention of the LoRA paper (Hu et al. 2021, section 4.1) as peft has it: A is [r, in], B is [out, r], s = α/r (α/√r for
+Convention of the LoRA paper (2021, section 4.1) as peft has it: A is [r, in], B is [out, r], s = α/r (α/√r for
 rank-stabilised adapters), and merging adds s·B·A to W [out, in] once.
 """
 
