@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 
-from .names import STEPS, Naming, folded, is_loss
+from .names import BEGAN_ANEW, STEPS, EpochSteps, Naming, folded, is_loss
 from .run import Run
 from .source import Source
 
@@ -23,7 +23,7 @@ def sniff(source: Source) -> bool:
     """Whether the first line names columns, a step or a loss among them, and the next one holds as many cells."""
     if not source.text:
         return False
-    lines = [line for line in _text(source.head).splitlines()[:10] if line.strip()]
+    lines = [line for line in _text(source.head).splitlines()[:30] if line.strip() and not line.startswith("#")]
     if len(lines) < 2:
         return False
     found = _header(lines[0])
@@ -44,7 +44,9 @@ def sniff(source: Source) -> bool:
 def read(source: Source, out: Run) -> None:
     """Every number of every row."""
     lines = source.lines()
-    found = next((header for line in lines if line.strip() and (header := _header(_text(line)))), None)
+    found = next(
+        (header for line in lines if line.strip()[:1] not in (b"", b"#") and (header := _header(_text(line)))), None
+    )
     if found is None:
         return
     delimiter, names = found
@@ -61,6 +63,7 @@ def read(source: Source, out: Run) -> None:
         for at, name in enumerate(names)
         if at not in (at_step, at_time)
     ]
+    at_epoch, epochs = keys.index("epoch") if "epoch" in keys and at_step is not None else None, EpochSteps()
     row = -1
     for line in lines:
         if not line.strip():
@@ -77,10 +80,14 @@ def read(source: Source, out: Run) -> None:
         if step is None:
             out.note("rows name no step; left out")
             continue
+        epoch = _step(cells[at_epoch]) if at_epoch is not None and at_epoch < len(cells) else None
+        step = step if epoch is None else epochs.step(epoch, step)
         time = _number(cells[at_time]) if at_time is not None and at_time < len(cells) else None
         for at, name in columns:
             if at < len(cells) and (value := _number(cells[at], delimiter)) is not None:
                 out.scalar(name, step, value, time)
+    if epochs.began_anew:
+        out.note(BEGAN_ANEW)
 
 
 def _header(line: str) -> tuple[str, list[str]] | None:

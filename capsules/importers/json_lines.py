@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from ..errors import EvidenceError
 from ..jsonio import decode
-from .names import STEPS, TIMES, Naming, folded, is_loss
+from .names import BEGAN_ANEW, STEPS, TIMES, EpochSteps, Naming, folded, is_loss
 from .run import Run
 from .source import Source
 
@@ -16,7 +16,9 @@ FORMAT = "JSON lines of metrics"
 _LOOKED_AT = 20
 _DEEPEST = 4
 #: Fields that say whether a line is about training or about validation.
-_SPLITS = ("mode", "split", "phase", "kind", "stage")
+_SPLITS = ("mode", "split", "phase", "kind", "stage", "event", "type")
+#: Names of an object that holds the metrics themselves.
+_WRAPPERS = ("data", "metrics", "logs", "scalars", "values")
 _HELD_OUT = ("val", "eval", "valid", "validation", "test", "dev")
 
 
@@ -32,7 +34,7 @@ def sniff(source: Source) -> bool:
         record = object_of(line)
         if record is None:
             break
-        names = [folded(name) for name, value in _flat(record) if _number(value) is not None]
+        names = [folded(name).rpartition("/")[2] for name, value in _flat(record) if _number(value) is not None]
         found += any(map(is_loss, names)) or (any(name in STEPS for name in names) and len(names) > 1)
     return found > 0
 
@@ -61,17 +63,26 @@ class Records:
         self._out = out
         self._naming = Naming()
         self._settled: set[str] = set()
+        self._epochs = EpochSteps()
         self._stepped, self._count = False, -1
         self.step = 0
 
     def take(self, record: dict[str, Any], rank: int | None = None) -> None:
         """Write every number of one object; an object without a step is of the step before."""
+        for name in _WRAPPERS:
+            if isinstance(inner := record.get(name), dict) and not set(inner) & set(record):
+                record = {**{key: each for key, each in record.items() if key != name}, **cast("dict[str, Any]", inner)}
         fields = {name: value for name, value in _flat(record)}
         keys = {folded(name): name for name in fields}
         at = next((whole for name in STEPS if name in keys and (whole := _step(fields[keys[name]])) is not None), None)
         self._count += 1
         if at is not None:
-            self._stepped, self.step = True, at
+            epoch = _number(fields[keys["epoch"]]) if "epoch" in keys else None
+            if epoch is not None and 0 <= epoch < 2**53 and epoch == int(epoch):
+                at = self._epochs.step(int(epoch), at)
+                if self._epochs.began_anew:
+                    self._out.note(BEGAN_ANEW, 0)
+            self._stepped, self.step = True, min(at, 2**63 - 1)
         elif not self._stepped:
             self._out.note("lines name no step: a step is the number of the line")
             self.step = self._count

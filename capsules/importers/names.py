@@ -26,6 +26,10 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
         "train_loss_step",
         "training/loss",
         "batch_loss",
+        "avg_loss",
+        "avr_loss",
+        "loss_mean",
+        "epoch_loss",
         "train/ce_loss",
         "train/crossentropyloss",
     ),
@@ -68,12 +72,15 @@ STEPS = (
     "train/global_step",
     "num_updates",
     "current_steps",
+    "global_step/max_steps",
     "iteration",
     "iter",
     "steps",
     "update",
     "it",
 )
+#: What is noted where ``EpochSteps`` had something to count on.
+BEGAN_ANEW = "the steps begin anew with each epoch: they are counted on"
 #: Names of the field that holds a time, Unix seconds.
 TIMES = ("_timestamp", "timestamp", "time", "wall_time", "ts")
 
@@ -91,6 +98,29 @@ def standard(name: str) -> str:
 def is_loss(name: str) -> bool:
     """Whether a name says that it is a loss."""
     return "loss" in name.lower()
+
+
+class EpochSteps:
+    """Steps that begin anew with every epoch, counted on."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, int] = {}
+        self._last: tuple[int, int] | None = None  # epoch, and step within it
+        self.began_anew = False
+
+    def step(self, epoch: int, step: int, total: int = 0) -> int:
+        """The step since the beginning; ``total`` is how many an epoch has, where that is known."""
+        if self._last is not None and epoch > self._last[0] and epoch not in self._offsets:
+            before, reached = self._last
+            offset = self._offsets.get(before, 0)
+            if step < reached:
+                self.began_anew = True
+                offset += (epoch - before) * max(total, reached + 1)
+            self._offsets[epoch] = offset
+        self._last = (epoch, step)
+        if len(self._offsets) > 100_000:
+            self._offsets.clear()
+        return step + self._offsets.setdefault(epoch, 0)
 
 
 class Naming:

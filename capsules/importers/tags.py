@@ -73,7 +73,9 @@ class Names:
             if named is None:
                 nested = lower.replace(".", "/")  # W&B joins nested keys by dots
                 common = standard(nested)
-                named = Named(tag or "(no tag)" if common == nested else common)
+                if common == nested and (common := standard(tag)) == tag:
+                    common = tag or "(no tag)"
+                named = Named(common)
             while self._taken.setdefault(named.name, tag) != tag:
                 named = Named(tag if tag and tag not in self._taken else f"{named.name} (too)")
             self._known[tag] = named

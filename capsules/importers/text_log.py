@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any, cast
 
+from ..errors import EvidenceError
+from ..jsonio import decode
 from ..limits import MIB
 from .logs import Log, programs
 from .logs.log import line_numbers
@@ -22,13 +25,15 @@ _SIGNED = 256 * 1024
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: A JSON document may quote any log.
 _DOCUMENT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\{\s*[\"}]|\[\s*[\[{\"])")
+#: How a line begins that the runtime of a container keeps in a JSON object.
+_BOXED = b'{"log":"'
 #: Signs after which a last line without its end is complete all the same.
 _CLOSED = b"|%})]"
 
 
 def sniff(source: Source) -> bool:
     """Whether any known line is in the head, the tail or the first megabytes."""
-    if not source.text or _DOCUMENT.match(source.head):
+    if not source.text or (_DOCUMENT.match(source.head) and not source.head.startswith(_BOXED)):
         return False
     if _known(_ANSI.sub(b"", source.head)) or _known(_ANSI.sub(b"", source.tail)):
         return True
@@ -55,6 +60,8 @@ def read(source: Source, out: Run) -> None:
         if source.unended and raw[-1:] not in _CLOSED:
             out.note("the last line has no end: it may be torn, and was left out")
             break
+        if raw.startswith(_BOXED):
+            raw = _unboxed(raw)
         if b"\x1b" in raw:
             raw = _ANSI.sub(b"", raw)
         line = ""
@@ -78,6 +85,16 @@ def read(source: Source, out: Run) -> None:
 def _known(part: bytes) -> bool:
     """Whether a line is in it that is certain to come from a training program, or from one that failed."""
     return any(sign.search(_lines_with(needed, part) if needed else part) for sign, needed in _signs())
+
+
+def _unboxed(line: bytes) -> bytes:
+    """What a container printed, of the object that its runtime made of the line."""
+    try:
+        record = decode(line)
+    except EvidenceError:
+        return line
+    printed = cast("dict[str, Any]", record).get("log") if isinstance(record, dict) else None
+    return printed.rstrip("\r\n").encode("utf-8", "replace") if isinstance(printed, str) else line
 
 
 def _lines_with(needed: bytes, part: bytes) -> bytes:

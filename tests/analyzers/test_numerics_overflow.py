@@ -50,7 +50,7 @@ def test_a_finite_tensor_that_grew_to_within_a_factor_of_two_is_a_warning(build,
     (finding,) = findings_of(RULE, build(stats(*growing()[:4])))
     assert finding.severity == "warning"
     assert finding.evidence[0].value == 41_200
-    assert finding.evidence[0].expected == "< 32752"
+    assert finding.evidence[0].expected == "< 32,752"
 
 
 @pytest.mark.quiet(RULE)

@@ -9,8 +9,8 @@ from .log import NUMBER, Log, Stateless, number
 FORMAT = "Hugging Face Trainer"
 NEEDED = b""
 SIGN = (
-    rb"\{'(?:loss|eval_loss|train_runtime|grad_norm|eval_[\w/-]{1,80}|train_loss)': '?[-+]?(?:\d|nan|inf|\.\d).{0,4000}"
-    rb"'(?:epoch|learning_rate)':"
+    rb"\{'(?:loss|eval_loss|train_runtime|grad_norm|eval_[\w/-]{1,80}|train_loss)': (?:'|tensor\(|np\.float\d\d\()?"
+    rb"[-+]?(?:\d|nan|inf|\.\d).{0,4000}'(?:epoch|learning_rate)':"
 )
 
 _DICT = re.compile(r"""\{ ?(['"][\w/@.:%+() -]{1,200}['"]: .*)\}""")

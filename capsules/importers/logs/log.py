@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ..run import Run
 
 #: A number as programs print it: thousands separators, exponents, nan and inf.
-NUMBER = r"[-+]?(?:\d[\d,_]{0,40}\.?\d{0,40}(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|inf(?:inity)?)"
+NUMBER = r"[-+]?(?:\d[\d,_]{0,40}\.?\d{0,40}(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|[iI]nf(?:inity)?)"
 
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 #: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), srun -l (``3: ``), mpirun (``[1,3]<stdout>:``).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ..names import is_loss, standard
+from ..names import BEGAN_ANEW, EpochSteps, is_loss, standard
 from .log import NUMBER, Log, Stateless, count, number
 
 FORMAT = "own prints"
@@ -16,16 +16,16 @@ NEEDED = b"oss"
 SIGN = (
     rb"(?:^|[\r\n])\s{0,9}\d{1,9}/\d{1,9} (?:\[[=>.]{2}|- \d|\xe2\x94\x81)[^\n]{0,400}?\bloss: [\d.n]"
     rb"|num_updates=\d+,|\bIter\(train\) \[ *\d+/|\d\|\d{1,18}\|Loss: [\d.n]"
-    rb"|\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep|[Ee]poch)\b\s*[:=#]?\s*\[?\d[\d,]{0,25}\]?"
-    rb"(?:\s{0,9}/\s{0,9}\d{1,25})?[^\n]{0,80}?"
-    rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b(?: train)?\s*[:=]?\s*(?:[-+.\d]|nan|inf)"
+    rb"|\b(?:[Gg]lobal[_ ][Ss]tep|[Ii]teration|[Ii]ter|[Ss]tep|[Ee]poch)\b(?:\.\.\. \()?\s*[:=#]?\s*\[?\d[\d,]{0,25}\]?"
+    rb"(?:\s{0,9}/\s{0,9}\d{1,25})?[^\n]{0,200}?"
+    rb"\b(?:\w{1,20}[_ /])?[Ll]oss\b(?: train)?\s*[:=]?\s*(?:tensor\(|np\.float\d\d\()?(?:[-+.\d]|[Nn]a[Nn]|[Ii]nf)"
     rb"|\b\d{1,18}/\d{1,18} \[[\d:]{1,12}<[^\]\n]{0,80}loss\s*=\s*[\d.n]"
     rb"|[Ll]oss\s?[:=]\s?[\d.n][^\n]{0,80}?\d{1,3}%\|[^\n|]{0,400}\|\s*\d{1,18}/\d{1,18} \["
 )
 
 _STEP = re.compile(
     r"(?<![\w/])([Gg]lobal[_ ]?[Ss]tep|num_updates|[Ss]tep|[Ii]teration|[Ii]ter|[Bb]atch)(?:\(train\)\s{0,4}\[)?"
-    r"\s{0,8}[:=#]?\s{0,8}\[?(\d[\d,]{0,25}(?:\.0)?)(?:\s{0,8}/\s{0,8}(\d[\d,]{0,25}))?\]?(?![\w.])"
+    r"(?:\.{3} \()?\s{0,8}[:=#]?\s{0,8}\[?(\d[\d,]{0,25}(?:\.0)?)(?:\s{0,8}/\s{0,8}(\d[\d,]{0,25}))?\]?(?![\w.])"
 )
 _EPOCH = re.compile(r"(?<![\w/])[Ee]poch\s{0,4}[:=#]?\s{0,4}\[?(\d{1,9})(?:\s{0,4}/\s{0,4}\d{1,9})?\]?(?![\w.])")
 #: Where an epoch's line stands in its epoch: ``Epoch: [1][ 20/5005]``, ``Train Epoch: 1 [640/60000 (1%)]``.
@@ -47,6 +47,9 @@ _KERAS = re.compile(r"^\s{0,9}(\d{1,9})/(\d{1,9}) (?:\[[=>.]{2,100}\]|[━╸╺
 #: torchtune's bar: epoch, step and loss in front of it.
 _COUNTED_BAR = re.compile(rf"(?<!\d)\d{{1,9}}\|(\d{{1,18}})\|Loss: ({NUMBER})")
 
+#: A number that is printed with its type around it.
+_WRAPPED = re.compile(rf"(?:tensor|np\.float\d\d)\(({NUMBER})[^()]{{0,80}}(?:\([^()]{{0,40}}\)[^()]{{0,80}})?\)")
+
 _Values = dict[str, tuple[float, str]]
 
 
@@ -62,8 +65,7 @@ class Lines(Stateless):
         self._log = log
         self._bar: tuple[int, _Values] | None = None
         self._stepped = False
-        self._offsets: dict[int, int] = {}
-        self._last: tuple[int, int] | None = None  # epoch, and step within it
+        self._counted = EpochSteps()
         self._bars, self._inside, self._epochs = False, False, 0
 
     def take(self, line: str) -> bool:
@@ -83,7 +85,9 @@ class Lines(Stateless):
         if not any(is_loss(name) for name in values):
             return False
         if epoch is not None and found[1][0].lower() != "g":
-            step = self._counted_on(count(epoch[1]) or 0, step, count(found[3]) if found[3] else None)
+            step = self._counted.step(count(epoch[1]) or 0, step, (count(found[3]) if found[3] else None) or 0)
+            if self._counted.began_anew:
+                self._log.run.note(BEGAN_ANEW, 0)
         self._stepped = True
         self._write(step, values, self._log.time(line), "epochs" if _MEANS.search(line) else None)
         return True
@@ -113,20 +117,6 @@ class Lines(Stateless):
             self._log.run.note("the lines name epochs and no steps: a step is an epoch")
         self._write(at, values, self._log.time(line), side)
         return True
-
-    def _counted_on(self, epoch: int, step: int, total: int | None) -> int:
-        """The step since the beginning, where it begins anew with each epoch."""
-        if self._last is not None and epoch > self._last[0] and epoch not in self._offsets:
-            before, reached = self._last
-            offset = self._offsets.get(before, 0)
-            if step < reached:
-                self._log.run.note("the steps begin anew with each epoch: they are counted on")
-                offset += (epoch - before) * max(total or 0, reached + 1)
-            self._offsets[epoch] = offset
-        self._last = (epoch, step)
-        if len(self._offsets) > 100_000:
-            self._offsets.clear()
-        return step + self._offsets.setdefault(epoch, 0)
 
     def _progress(self, line: str, bar: re.Match[str]) -> bool:
         """The numbers in front of and behind a bar."""
@@ -186,6 +176,8 @@ def _judged(line: str, text: str) -> _Values:
 def _values(text: str) -> _Values:
     """Names with value and unit."""
     found: _Values = {}
+    if "(" in text:
+        text = _WRAPPED.sub(r"\1", text)
     for name, printed, unit in _PAIR.findall(text):
         if (value := number(printed)) is not None:
             found.setdefault(name, (value, unit))

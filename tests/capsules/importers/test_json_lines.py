@@ -126,3 +126,16 @@ class TestDamage:
         path = tmp_path / "x.jsonl"
         path.write_text(text)
         assert recognise(path) is None
+
+
+def test_steps_that_begin_anew_with_each_epoch_are_counted_on(imported: Imports):
+    records = [{"epoch": at // 2, "step": at % 2, "loss": 4.0 - at} for at in range(6)]
+    assert values(imported(lines(*records)), "loss") == [(at, 4.0 - at) for at in range(6)]
+    text = "epoch,step,loss\n" + "".join(f"{at // 2},{at % 2},{4.0 - at}\n" for at in range(6))
+    assert values(imported(text), "loss") == [(at, 4.0 - at) for at in range(6)]
+
+
+def test_metrics_in_an_object_of_their_own(imported: Imports):
+    train = {"event": "train", "data": {"step": 1, "loss": 2.5}}
+    capsule = imported(lines(train, {"event": "eval", "data": {"step": 1, "loss": 3.5}}))
+    assert (values(capsule, "loss"), values(capsule, "eval_loss")) == ([(1, 2.5)], [(1, 3.5)])

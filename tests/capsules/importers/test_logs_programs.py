@@ -270,3 +270,23 @@ class TestOthers:
         )
         assert values(capsule, "loss") == [(5, 2.5)]
         assert values(capsule, "eval_loss") == [(5, 3.5), (6, 3.25)]
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "completed step: {t}, seconds: 3.312, TFLOP/s/device: 120.1, Tokens/s/device: 5123.1, "
+            "total_weights: 65536, loss: {v}",
+            "Step... ({t} | Loss: {v}, Learning Rate: 1e-4)",
+            "step: {t}, loss: tensor({v}, device='cuda:0', grad_fn=<NllLossBackward0>)",
+            "{{'loss': np.float64({v}), 'step': {t}, 'epoch': 0.5}}",
+            '{{"log":"step {t} | loss: {v}\\n","stream":"stdout"}}',
+            "steps:   1%|    | {t}/9 [00:10<01:00,  2.0s/it, avr_loss={v}]",
+        ],
+    )
+    def test_forms_of_one_loss(self, imported: Imports, line: str):
+        text = "".join(line.format(t=t, v=value) + "\n" for t, value in enumerate(["4.5", "3.5"]))
+        assert values(imported(text), "loss") == [(0, 4.5), (1, 3.5)]
+
+    @pytest.mark.parametrize("spelt", ["inf", "Inf", "Infinity"])
+    def test_an_infinite_loss_however_it_is_spelt(self, imported: Imports, spelt: str):
+        assert values(imported(f"step 1 | loss: 4.5\nstep 2 | loss: {spelt}\n"), "loss")[1] == (2, float("inf"))
