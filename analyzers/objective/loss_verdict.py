@@ -149,7 +149,8 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
     verdict, observed = run
     members = [[BY_NAME[name] for name in member] for member in verdict.classes[0]]
     involved = sorted({each.fault.name: each for member in members for each in member}.values(), key=CATALOGUE.index)
-    if involved[0].rule != rule_id:
+    harmless = any(all(each.fault.name in HARMLESS for each in member) for member in members)
+    if ("objective/reduction" if harmless else involved[0].rule) != rule_id:
         return
     confidence: Confidence = verdict.status if verdict.status == "confirmed" else "likely"
     severity: Severity | None = None
@@ -182,7 +183,7 @@ def finding_of(capsule: Capsule, rule_id: str, run: _Run) -> Iterator[Finding]:
         following.append("declare the reduction that is meant (manifest training.reduction)")
     elif verdict.status != "confirmed":
         following.append("capture the loss of a second step at full precision, or at four decimals and more")
-    if names <= HARMLESS:
+    if harmless:
         severity = "info"
     table = verdict.table
     chosen = table.candidates[0]

@@ -127,7 +127,7 @@ def _over_tokens(capsule: Capsule, rows: int, columns: int) -> bool:
     """Whether logits score tokens, and not tags or classes: by the labels, without any by their number."""
     seen = [(each.input_ids, each.labels) for each in capsule.batches() if each.labels is not None]
     for ids, labels in seen:
-        if ids is None or labels is None or np.shape(ids) != np.shape(labels) or np.ndim(ids) != 2:
+        if ids is None or np.shape(ids) != np.shape(labels) or np.ndim(ids) != 2:
             continue
         tokens, named = np.asarray(ids, np.int64), np.asarray(labels, np.int64)
         if is_shifted(tokens, named, named >= 0, None) is not None:
