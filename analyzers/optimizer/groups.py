@@ -279,7 +279,8 @@ def _still(capsule: Capsule, groups: dict[tuple[int, int], list[Parameter]]) -> 
             and each.step not in skipped
             and ((each.lr if each.lr is not None else rate_at(capsule, each.step)) or 0.0) > 0
         ]
-        if len(told) >= 2 and all(each.moved == 0 for each in told):
+        # Of optimizers that take turns the recorded windows may show one alone: then it moved in between.
+        if len(told) >= 2 and all(each.moved == 0 for each in told) and not _moves(rows):
             still.append(told[0])
     if not still:
         return None
