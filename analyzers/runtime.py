@@ -76,7 +76,7 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
     if not own:
         return
-    first = min(own, key=lambda each: (_step(each) or 0, _time(each), int(each.get("rank") or 0)))
+    first = min(own, key=lambda each: (_step(each) or 0, _time(each), _rank(each) or 0))
     yield _out_of_memory(first, len(own)) if first.get("kind") == "oom" else _exception(capsule, first, len(own))
 
 
@@ -96,7 +96,7 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
         confidence="undetermined",
         title="The job ended with an error",
         summary=f"{_short(f'{kind}: {message}', 440)} ({when}).",
-        where=Where(step=reached, rank=error.get("rank")),
+        where=Where(step=reached, rank=_rank(error)),
         evidence=(
             Evidence(name="error", value=_short(f"{kind}: {message}", 600), expected="none"),
             *(Evidence(name="before it", value=_short(line, 300)) for line in lines[:_MOST_LINES]),
@@ -111,7 +111,7 @@ def _out_of_memory(error: Mapping[str, Any], count: int) -> Finding:
     requested, free, allocated, reserved, capacity = sizes.values()
     idle = reserved - allocated
     slack = free + max(0.0, idle)
-    decided = requested > slack
+    decided = math.isfinite(idle) and requested > slack
     words = f"{_gib(requested)} were asked for"
     if math.isfinite(free):
         words += f", {_gib(free)} are free on the device"
@@ -124,7 +124,7 @@ def _out_of_memory(error: Mapping[str, Any], count: int) -> Finding:
         confidence="likely" if decided else "undetermined",
         title="Out of memory: the device is full" if decided else "Out of memory",
         summary=words + (": both together are too little, so it is no fragmentation." if decided else "."),
-        where=Where(step=reached, rank=error.get("rank")),
+        where=Where(step=reached, rank=_rank(error)),
         evidence=(
             Evidence(name="requested", value=requested, expected=f"≤ {slack:,.0f}" if decided else None, unit="B"),
             *(
@@ -134,7 +134,7 @@ def _out_of_memory(error: Mapping[str, Any], count: int) -> Finding:
             ),
             *(
                 Evidence(name="other process", value=_bytes(each.get("bytes")), unit="B", note=f"pid {each.get('pid')}")
-                for each in error.get("other_processes") or ()
+                for each in _listed(error.get("other_processes"))
                 if isinstance(each, dict)
             ),
             Evidence(name="errors in the log", value=count, expected=0),
@@ -229,6 +229,15 @@ def _last_step(capsule: Capsule) -> int | None:
 def _step(event: Mapping[str, Any]) -> Any:
     step = event.get("step")
     return step if isinstance(step, int) else None
+
+
+def _rank(event: Mapping[str, Any]) -> int | None:
+    rank = event.get("rank")
+    return rank if isinstance(rank, int) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value)[:16] if isinstance(value, list | tuple) else []
 
 
 def _time(event: Mapping[str, Any]) -> float:

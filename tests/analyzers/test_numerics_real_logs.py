@@ -116,9 +116,10 @@ def test_six_evaluation_groups_overfit_from_the_second_epoch_on(analysed):
 
 
 @real
-def test_event_files_of_six_steps_and_of_none_raise_no_alarm(analysed):
+def test_an_event_file_of_six_steps_is_quiet_and_one_of_none_says_so(analysed):
     for path in sorted((REAL / "tensorboard").rglob("*.tfevents.*")) + sorted((REAL / "tensorboard").rglob("*.0")):
-        assert alarms(analysed(path)) == {}
+        empty = path.stat().st_size == 88
+        assert alarms(analysed(path)) == ({"capsule/nothing-logged": None} if empty else {})
 
 
 def deepspeed(tmp_path: Path, scales: list[int], after: list[int]) -> Path:

@@ -137,3 +137,16 @@ def test_real_jobs_that_failed(read: Read, run: str, rule: str, words: str):
 def test_real_jobs_that_did_not(read: Read):
     for run in ("run62", "run350"):
         assert not read(REAL / f"{run}.log", FAILED) + read(REAL / f"{run}.log", THRASH)
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.parametrize("fields", [{}, {"requested": 0}, {"requested": 1, "free": 0}, {"message": ""}])
+def test_out_of_memory_without_most_of_its_numbers_is_left_open(
+    build: Callable[..., Capsule], fields: dict[str, object]
+):
+    def fill(writer):
+        writer.records("events", [{"kind": "oom", "type": "E", **fields}])
+
+    report = analyze(build(fill, {"trigger": {"kind": "imported"}}), [rule_named(FAILED)])
+    assert not report.errors
+    assert [(each.severity, each.confidence) for each in report.findings] == [("warning", "undetermined")]
