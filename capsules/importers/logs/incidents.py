@@ -55,6 +55,8 @@ _SIGNS = (
 )
 _LAUNCHER = re.compile(r"^\s+(rank|exitcode|host|time)\s+: (.*)$")
 _LAUNCHED_RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
+#: What Python prints above the traceback of an error that it goes on without.
+_IGNORED = ("Exception ignored in", "--- Logging error ---", "Error in atexit", "Exception in thread")
 #: Lines between a traceback's beginning and its error, of the same rank.
 _LONGEST = 2000
 #: Lines after an error that still belong to its message.
@@ -67,6 +69,7 @@ class _Trace:
     def __init__(self, indent: int, rank: int, step: int | None) -> None:
         self.indent, self.rank, self.step, self.lines = indent, rank, step, 0
         self.error: dict[str, Any] | None = None
+        self.ignored = False
         self.more = _MORE
 
 
@@ -75,6 +78,8 @@ class Lines:
 
     marks = (
         b"Traceback (most recent call last):",
+        b"Exception i",
+        b"--- Logging error",
         b"out of memory. Tried",
         b"atchdog",
         b"NCCL",
@@ -91,6 +96,7 @@ class Lines:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._traces: dict[int, _Trace] = {}
+        self._ignored: set[int] = set()
         self._seen: set[tuple[int, str, str]] = set()
         self._launched: int | None = None
 
@@ -102,12 +108,17 @@ class Lines:
     def take(self, line: str) -> bool:
         """Use one line."""
         at = line.find(_TRACEBACK)
+        if at < 0 and any(sign in line for sign in _IGNORED):
+            self._ignored.add(self._log.rank)
+            return True
         if at >= 0:
             self._end(self._log.rank)
             in_summary = "traceback :" in line[:at] and self._launched is not None
             rank = self._launched if in_summary and self._launched is not None else self._log.rank
             indent = len(line) - len(line.lstrip()) if in_summary else at
-            self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
+            trace = self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
+            trace.ignored = self._log.rank in self._ignored
+            self._ignored.discard(self._log.rank)
             return True
         trace = self._traces.get(self._log.rank)
         if trace is not None and self._traced(trace, line):
@@ -168,6 +179,11 @@ class Lines:
         if trace is None or trace.error is None:
             return
         if self._new(trace.rank, trace.error["type"], trace.error["message"]):
+            if trace.ignored:
+                message = f"{trace.error['type']}: {trace.error['message']}"[:_LONGEST]
+                fields = {"level": "warning", "logger": "python", "message": message}
+                self._log.run.event("log", step=trace.step, rank=trace.rank, **fields)
+                return
             self._log.run.event("exception", step=trace.step, rank=trace.rank, **trace.error)
 
     def _oom(self, line: str, found: re.Match[str], rank: int, kind: str) -> bool:
