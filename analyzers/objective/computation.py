@@ -214,8 +214,8 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
         fit, and no fault does, or several do, or one that chance could explain. Always undetermined. It is a remark
         where the number may hold a term that is meant: label smoothing or a z-loss of a usual strength gives it, or it
         lies above the declared loss by up to a quarter in every window; where nobody declared what the loss is
-        (manifest training.reduction); and with several ranks of which one was captured, since the number may be an
-        average over ranks.
+        (manifest training.reduction), or a trainer said that the job computes it itself; with several ranks of which
+        one was captured, since the number may be an average over ranks.
     Looks like it but is not:
         Label smoothing, z-loss, auxiliary losses of experts, a KL term, a second prediction head, token weights,
         soft-capping after the capture: where the configuration declares one of them, this rule stays quiet.
@@ -243,6 +243,10 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
     undeclared = declared_reduction(capsule) is None
     if undeclared:
         following.append("declare the reduction that is meant (manifest training.reduction)")
+    own = next((each for each in capsule.records("events") if each.get("type") == "custom_loss"), None)
+    if own is not None:
+        following.append(f"declare what the loss is meant to be: {own.get('message') or 'it is computed by the job'}")
+    may_differ = own is not None or _may_hold_a_term(capsule, observed)
     yield Finding(
         title="The reported loss is none of the named computations"
         if not sets
@@ -253,7 +257,7 @@ def unexplained_loss(capsule: Capsule) -> Iterator[Finding]:
             + (f"{sets} would give it, but {verdict.reasons[0]}." if sets else "no named fault gives it.")
             + "".join(f" It is what {each.words} gives." for each in terms[:1])
         ),
-        severity="info" if partial or undeclared or terms or _may_hold_a_term(capsule, observed) else "warning",
+        severity="info" if partial or undeclared or terms or may_differ else "warning",
         confidence="undetermined",
         where=Where(step=0),
         evidence=(

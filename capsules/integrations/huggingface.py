@@ -38,7 +38,8 @@ class LLMConsoleCallback(TrainerCallback):
 
     A custom ``compute_loss`` or ``compute_loss_func`` is recorded like the Trainer's own. The Trainer's contract, that
     the loss is the mean over the supervised tokens of the whole accumulated batch, is written into the manifest for
-    causal models; a loss that is meant to be another must say so: ``manifest={"training": {"reduction": "sum"}}``.
+    causal models; a loss that is meant to be another must say so: ``manifest={"training": {"reduction": "sum"}}``. That
+    the loss is not the Trainer's own is noted: a number that no named fault explains is then a remark, no alarm.
 
     Args:
         directory: where capsules are kept.
@@ -50,6 +51,7 @@ class LLMConsoleCallback(TrainerCallback):
         self._options = options
         self._early: Checkpoints | None = None
         self._micros = 0
+        self._told = False
         self.recorder: Recorder | None = None
 
     # -- what the Trainer calls
@@ -84,7 +86,7 @@ class LLMConsoleCallback(TrainerCallback):
             checkpoints=self._early,
             **options,
         )
-        self._early = None
+        self._early, self._told = None, False
         _attach(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
@@ -126,6 +128,9 @@ class LLMConsoleCallback(TrainerCallback):
         state = trainer.state
         cursor = {"epoch": int(state.epoch or 0), "global_step": state.global_step, "micro": self._micros}
         self._micros += 1
+        if not self._told and (words := own_loss(trainer)):
+            recorder.event("log", level="info", type="custom_loss", message=words)
+        self._told = True
         batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
         return recorder.step(batch=batch, sample_ids=sample_ids(batch), cursor=cursor, step=state.global_step)
 
@@ -161,6 +166,14 @@ def facts(args: Any, state: Any, model: Any) -> dict[str, Any]:
     if args.seed is not None:
         found["run"] = {"seed": args.seed}
     return found
+
+
+def own_loss(trainer: Any) -> str:
+    """Whose the loss is, where it is not the Trainer's own; an empty string where it is."""
+    kind = type(trainer)
+    if kind.compute_loss is not Trainer.compute_loss:
+        return f"the loss is that of {kind.__name__}.compute_loss"
+    return "the loss is that of a compute_loss_func" if getattr(trainer, "compute_loss_func", None) else ""
 
 
 def sample_ids(batch: Any) -> Any:

@@ -234,6 +234,20 @@ def test_labels_that_the_trainer_takes_out_of_the_batch_are_seen(job: Job) -> No
     assert {batch.label_layout for batch in capsule.batches()} == {"unshifted"}
 
 
+@pytest.mark.quiet("objective/unexplained-loss")
+def test_a_loss_of_the_jobs_own_that_no_fault_explains_is_a_remark(job: Job) -> None:
+    class Sharpened(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            output = model(**inputs)
+            entropy = torch.distributions.Categorical(logits=output.logits).entropy().mean()
+            return 0.5 * output.loss + 0.4 * entropy
+
+    capsule = job.train(trainer=Sharpened, steps=2, recorder={"every": 1})
+    assert serious(capsule) == []
+    (finding,) = [each for each in analyze(capsule).findings if each.rule == "objective/unexplained-loss"]
+    assert any("Sharpened.compute_loss" in each for each in finding.next)
+
+
 def test_an_exception_in_training_ends_in_a_crashed_capsule(job: Job) -> None:
     class Broken(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
