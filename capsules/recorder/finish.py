@@ -30,6 +30,9 @@ from .window import Window
 # Seconds between two looks at the size of what was written.
 SIZE_EVERY = 10.0
 
+# Series that add up over the micro-batches of a window.
+_SUMS = ("loss", "grad_norm", "grad_norm_clipped", "tokens")
+
 Attempt = Callable[[str, Callable[[], None]], None]
 
 
@@ -68,6 +71,7 @@ class Finisher:
         self.trigger: Trigger | None = None
         self.windows = 0
         self.saw_gradients = False
+        self._usual = 0  # micro-batches of the last window that stepped
 
     # -- reasons from outside
 
@@ -143,6 +147,10 @@ class Finisher:
         for row in window.losses:
             row.norm = abs(float(row.norm))
         values = standard_scalars(window, tokens)
+        if not window.over and len(window.micros) < self._usual:
+            # The job ended within it: sums over fewer micro-batches would bend the curves. What is not finite stays.
+            values = {name: value for name, value in values.items() if name not in _SUMS or not math.isfinite(value)}
+        self._usual = len(window.micros) if window.stepped else self._usual
         triggers = self._judge(window, rows, values)
         self._ring.add(window.step, window.micros)
         self._write(window, rows, values, tokens, triggers)

@@ -376,6 +376,20 @@ class TestAccumulation:
         assert sum(row["loss_mean"] for row in micros[:3]) / 3 == pytest.approx(losses[0], rel=1e-5)
         assert capsule.manifest.training.accumulation_steps == 3
 
+    def test_a_window_that_the_job_ends_within_bends_no_curve(self, run: Any, gpt: Any) -> None:
+        """Eight micro-batches in windows of three: the last two are on record one by one, and are no step."""
+        with (recording := run(gpt.GPT())).recorder:
+            for number in range(8):
+                ids, targets = gpt.shifted(number)
+                with recording.recorder.step(batch={"input_ids": ids, "labels": targets}):
+                    (gpt.cross_entropy(recording.model(ids), targets) / 3).backward()
+                    if number % 3 == 2:
+                        recording.optimizer.step()
+                        recording.optimizer.zero_grad()
+        capsule = recording.capsule()
+        assert capsule.scalars("loss").step.tolist() == [0, 1]
+        assert [each["step"] for each in capsule.records("microbatches")] == [0, 0, 0, 1, 1, 1, 2, 2]
+
 
 class TestMixedPrecision:
     def test_autocast_and_scaler_give_unscaled_loss_and_gradient_norm(self, run: Any, gpt: Any) -> None:
