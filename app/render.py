@@ -22,7 +22,7 @@ from .text import ending, keep_tail, one_line
 #: Sign and style of a mark; colour repeats the sign and never replaces it.
 MARKS: dict[Mark, tuple[str, str]] = {
     "divergence": ("✗", "bold red"),
-    "consequence": ("✗", "red"),
+    "consequence": ("↳", "red"),
     "undetermined": ("?", "yellow"),
     "error": ("?", "magenta"),
     "note": ("✓", "green"),
@@ -204,7 +204,11 @@ def _counterfactual(table_of: Counterfactual) -> list[RenderableType]:
         fits = "yes" if candidate.fits else "no"
         if not candidate.fits and table_of.tolerance > 0 and math.isfinite(candidate.off_by):
             ratio = candidate.off_by / table_of.tolerance
-            fits = f"no, {ratio:,.0f} tolerances off" if ratio < 1e7 else "no"
+            if ratio <= 1:  # this number is met, and others that were compared as well are not, or not as closely
+                fits = "here, not overall"
+            else:
+                off = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+                fits = f"no, {off} tolerances off" if ratio < 1e7 else "no"
         lead = "▸ " if candidate.fits and candidate.faults else "  "
         cells = (lead + name, figure(candidate.value), f"{candidate.off_by:.2g}", fits)
         table.add_row(*(Text(cell, "bold" if candidate.fits else "") for cell in cells))
@@ -274,7 +278,9 @@ def _unsaid(report: CapsuleReport) -> list[RenderableType]:
         table.add_row("Quiet", Text(f"{_count(len(report.quiet), 'rule')} ran and found nothing"))
     if report.skipped:
         lacking = Counter(need for each in report.skipped for need in each.missing)
-        most = [f"{one_line(need).replace('|', ' or ')} ({count})" for need, count in lacking.most_common(3)]
+        # Names of evidence, which can be captured, come before sentences, of which some say that a rule does not apply.
+        wanted = sorted(lacking.items(), key=lambda each: (-each[1], " " in each[0]))[:3]
+        most = [f"{one_line(need).replace('|', ' or ')} ({count})" for need, count in wanted]
         text = Text(f"{_count(len(report.skipped), 'rule')} for lack of evidence; most wanted: ")
         text.append(", ".join(most), _DIM)
         table.add_row("Skipped", text)
