@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
                 screen.print(line)
     else:
         screen.print(f" No case holds {visible(query)}.", style="bright_black")
+        if '"' in query:
+            narrate("words quoted together are searched for side by side; without the quotes each may stand anywhere")
     return 0
 
 
@@ -129,7 +131,8 @@ def _lint(file: Path, *, as_json: bool) -> int:
             case = f"{each.case}: " if each.case else ""
             print(one_line(f"{file.name}:{each.line}: {case}{each.words}", 2000))
         if not found:
-            print(f"{len(cards.parse(text)):,} cases, nothing wrong")
+            number = len(cards.parse(text))
+            print(f"{number:,} case{'' if number == 1 else 's'}, nothing wrong")
     return FOUND if found else OK
 
 

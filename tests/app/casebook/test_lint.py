@@ -87,7 +87,7 @@ def test_the_command_prints_a_line_a_problem_and_says_by_its_status_that_there_a
 ) -> None:
     (repository / "debug-cases.md").write_text(WHOLE)
     done = cli("cases", "lint", cwd=repository)
-    assert (done.returncode, done.stdout) == (0, "1 cases, nothing wrong\n")
+    assert (done.returncode, done.stdout) == (0, "1 case, nothing wrong\n")
     (repository / "debug-cases.md").write_text(WHOLE.replace("- **Trigger:** a new collator\n", ""))
     git(repository, "add", ".")
     done = cli("cases", "lint", cwd=repository)
