@@ -211,7 +211,9 @@ def judge(pair: Pair, rounding: float = limits.ROUNDING) -> SeriesDifference:
 def _small_at_first(pair: Pair, at: int) -> tuple[Manner, str]:
     if _grows(pair, at):
         return "rounding", "starts small and grows"
-    return "undetermined", "starts small, and does not grow as far as was logged"
+    if len(pair.step) - at < 2 * limits.FIRST_POINTS:
+        return "undetermined", "starts small, with too few points after it to see noise grow"
+    return "undetermined", f"starts small, and does not grow {limits.GROWS:.0f}-fold in what was logged"
 
 
 def rows_around(pair: Pair, step: int) -> tuple[Row, ...]:
