@@ -146,7 +146,7 @@ def _last_step(capsule: Capsule) -> int | None:
     "capsule/nothing-logged",
     stage="capture",
     severity="warning",
-    needs=("manifest.trigger.kind", "records.events.message|scalars.loss|scalars.tokens"),
+    needs=("records.events.message|scalars.loss|scalars.tokens",),
 )
 def nothing_logged(capsule: Capsule) -> Iterator[Finding]:
     """A log announces a run and holds no step.

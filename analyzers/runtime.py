@@ -34,7 +34,7 @@ _MOST_LINES = 3
     "runtime/job-failed",
     stage="runtime",
     severity="warning",
-    needs=("manifest.trigger.kind", "records.events.type"),
+    needs=("records.events.type",),
     explained_by=(
         "data/token-out-of-vocabulary",
         "numerics/first-nonfinite",
