@@ -81,7 +81,7 @@ def printed(report: CapsuleReport | Report, width: int = 80) -> str:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_ladder_is_one_line_with_eight_stages_and_their_marks(width: int):
     line = printed(report_of(CAUSE, SYMPTOM, INFO, first=CAUSE), width).splitlines()[1]
-    assert line.replace(" ", "") == "capture–data✓objective✗numerics✗distributed–kernel–runtime–application–"
+    assert line.replace(" ", "") == "capture–data✓objective✗numerics↳distributed–kernel–runtime–application–"
     assert len(line) <= width
 
 
@@ -111,7 +111,7 @@ def test_the_table_of_candidates_shows_observed_healthy_what_fits_and_the_runner
 
 def test_a_consequence_is_a_line_under_its_cause_and_not_a_finding_of_its_own():
     text = printed(report_of(CAUSE, SYMPTOM, first=CAUSE))
-    assert "└ ✗ numerics/loss-nonfinite  step 9" in text
+    assert "└ ↳ numerics/loss-nonfinite  step 9" in text
     assert "Also" not in text
 
 
@@ -120,7 +120,7 @@ def test_a_consequence_of_a_consequence_is_indented_below_it():
         rule="numerics/first-nonfinite", stage="numerics", severity="critical", kind="consequence",
         caused_by="numerics/loss-nonfinite", title="t", summary="s",
     )  # fmt: skip
-    assert "  └ ✗ numerics/first-nonfinite" in printed(report_of(CAUSE, SYMPTOM, deeper, first=CAUSE))
+    assert "  └ ↳ numerics/first-nonfinite" in printed(report_of(CAUSE, SYMPTOM, deeper, first=CAUSE))
 
 
 def test_a_second_divergence_is_shown_in_full_below():

@@ -169,7 +169,7 @@ class TestForPeople:
     def test_report_case_and_commit_are_on_standard_output(self, demo: Played) -> None:
         for part in (
             "First divergence  numerics/fp16-overflow",
-            "capture✓ data✓ objective✓ numerics✗",
+            "capture✓ data✓ objective↳ numerics✗",
             "+## levelled-gelu-runs-away",
             "debug-cases.md | ",
             "Resolve levelled-gelu-runs-away",

@@ -57,7 +57,10 @@ class HomeScreen(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("home")]
     scope = "home"
     scopes = ("home",)
-    signs = "? undetermined  ✗ divergence  ! unreadable  ◐ live  · not looked at yet  ✓ quiet  ● resolved"
+    signs = (
+        "? undetermined  ✗ divergence  ↳ follows from one  ! unreadable  ◐ live  · not looked at yet  ✓ quiet  "
+        "● resolved  – not captured"
+    )
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
