@@ -100,7 +100,12 @@ def _first(
     for tensor in tensors[:1]:
         name = f"{tensor.name} ({tensor.role})"
         place = Divergence(
-            step=tensor.step, stage="numerics", what="tensor", name=name, left=tensor.left, right=tensor.right
+            step=tensor.step,
+            stage="objective" if tensor.role == "loss" else "numerics",
+            what="tensor",
+            name=name,
+            left=tensor.left,
+            right=tensor.right,
         )
         found.append((tensor.step, 2, place))
     if series is not None and series.step is not None:

@@ -46,7 +46,10 @@ def verdict_of(
         sentence += " Another seed or data order does that."
     if kind == "constant-ratio" and outcome is not None:
         sentence += _ratio_words(outcome.ratio or math.nan, settings)
-    return Verdict(kind=kind, summary=sentence, next=_NEXT[kind])
+    advice = _NEXT[kind]
+    if kind == "start" and _only_the_loss(first):
+        advice = ("run llmconsole analyze on each: it computes the loss again from the captured logits and labels",)
+    return Verdict(kind=kind, summary=sentence, next=advice)
 
 
 def _ratio_words(ratio: float, settings: tuple[Setting, ...]) -> str:
@@ -106,10 +109,21 @@ def _start(first: Divergence, outcome: SeriesDifference | None) -> str:
     note = f" ({outcome.note})" if outcome and outcome.note else ""
     relative = _percent(outcome.relative) if outcome else "an amount that is not known"
     unlogged = " What comes before was not logged." if first.step > 1 else ""
+    if _only_the_loss(first):
+        return (
+            f"The loss is the first number that differs, from the first step that both logged on (step {first.step}, "
+            f"by {relative}){note}; the tensors in front of it that were compared agree: it is computed differently "
+            f"or from other labels.{unlogged}"
+        )
     return (
         f"The runs differ from the first step that both logged (step {first.step}, by {relative}){note}: another start "
         f"(weights, data, settings) or a fault in the first forward pass.{unlogged}"
     )
+
+
+def _only_the_loss(first: Divergence) -> bool:
+    """Whether the forward pass agrees up to the loss, as far as its tensors were compared."""
+    return first.what == "tensor" and first.stage == "objective"
 
 
 def _ratio(first: Divergence, outcome: SeriesDifference | None) -> str:
