@@ -163,7 +163,7 @@ class Workshop:
                 start_new_session=True,
             )
         except OSError as error:
-            return Ran(None, 0.0, "", f"{words[0]} cannot be started ({error.strerror})")
+            return Ran(None, 0.0, "", f"{words[0]} cannot be started ({error.strerror}); name it with its path")
         self._tell(f"group {process.pid}")
         try:
             output, in_time = self._listen(process, before + timeout)
