@@ -306,7 +306,15 @@ class TestEvidence:
             assert found.verdict.kind == "tensor"
 
 
-def train(folder: Path, *, seed: int = 0, lr: float = 1e-2, dtype: Any = torch.float32, changed: int = -1) -> Capsule:
+def train(
+    folder: Path,
+    *,
+    seed: int = 0,
+    lr: float = 1e-2,
+    dtype: Any = torch.float32,
+    changed: int = -1,
+    shifted: bool = True,
+) -> Capsule:
     """A small language model on random text, recorded."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -320,7 +328,8 @@ def train(folder: Path, *, seed: int = 0, lr: float = 1e-2, dtype: Any = torch.f
                 rows = (rows + 5) % 32
             inputs, labels = rows[:, :-1], rows[:, 1:]
             with recorder.step(batch={"input_ids": inputs, "labels": labels}):
-                cross_entropy(model(inputs).float().view(-1, 32), labels.reshape(-1)).backward()
+                scores = model(inputs).float().view(-1, 32)
+                cross_entropy(scores, (labels if shifted else inputs).reshape(-1)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     return Capsule.open(next(folder.glob("*.capsule")))
@@ -349,6 +358,17 @@ class TestRecordedRuns:
         assert next(each for each in found.series if each.name == "loss").step == 1
         assert found.tensors[0].role in ("parameter", "update")  # nothing before the step of the optimizer differs
         assert found.settings[0].name == "training.optimizer.lr"
+
+    def test_another_loss_function_is_the_objective_and_not_another_start(
+        self, healthy: Capsule, tmp_path: Path
+    ) -> None:
+        found = compare(healthy, train(tmp_path, shifted=False))
+        first = found.first_divergence
+        assert first is not None
+        assert (first.step, first.stage, first.name.rpartition(" ")[2]) == (0, "objective", "(loss)")
+        assert found.verdict.kind == "start"
+        assert "tensors in front of it that were compared agree" in found.verdict.summary
+        assert "analyze" in found.verdict.next[0]
 
     def test_another_seed_parts_at_the_first_tensor(self, healthy: Capsule, tmp_path: Path) -> None:
         found = compare(healthy, train(tmp_path, seed=1))
