@@ -127,6 +127,8 @@ def _kind(first: Divergence | None, outcome: SeriesDifference | None) -> Kind:
         return "setting"
     if outcome is None or outcome.step is None:
         return "tensor" if first.what == "tensor" else "undetermined"
+    if outcome.manner == "rounding" and first.what == "tensor" and first.stage == "objective":
+        return "start"  # the forward pass agrees up to the loss: rounding would have begun before it
     return outcome.manner
 
 

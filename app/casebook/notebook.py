@@ -174,11 +174,16 @@ def add_experiment(book: Notebook, number: int, changed: str, observed: str, ver
 
 
 def judge_by_rule(report: CapsuleReport, rule: str) -> tuple[str, Verdict]:
-    """What a rule says of its hypothesis now: observation and verdict; silence of a rule that ran refutes."""
+    """What a rule says of its hypothesis now: observation and verdict; silence of a rule that ran refutes.
+
+    The rule supports it only where it is confirmed: what was likely when it suggested it is no surer said twice, and
+    wants an experiment.
+    """
     said = [each for each in report.findings if each.rule == rule and each.severity != "info"]
     if said:
-        sure = said[0].confidence != "undetermined"
-        return f"{rule}: {said[0].summary}", "supported" if sure else "undecided"
+        sure = said[0].confidence == "confirmed"
+        words = "" if sure else f" ({said[0].confidence}: an experiment decides)"
+        return f"{rule}: {said[0].summary}{words}", "supported" if sure else "undecided"
     skipped = next((each for each in report.skipped if each.rule == rule), None)
     if skipped is not None:
         return f"{rule} cannot run: {', '.join(skipped.missing)} is missing", "undecided"

@@ -53,7 +53,10 @@ def read(source: Source, out: Run) -> None:
     keys = [folded(name) for name in names]
     at_step = next((keys.index(key) for key in STEPS if key in keys), None)
     at_time = next((keys.index(key) for key in _TIMES if key in keys), None)
-    if at_step is None:
+    if at_step is None and "epoch" in keys and _counts_epochs(source, delimiter, keys.index("epoch")):
+        at_step = keys.index("epoch")
+        out.note("no column is a step: a step is an epoch")
+    elif at_step is None:
         out.note("no column is a step: a step is the number of the row")
     naming = Naming()
     naming.settle(_plain(name) for at, name in enumerate(names) if at not in (at_step, at_time))
@@ -63,7 +66,8 @@ def read(source: Source, out: Run) -> None:
         for at, name in enumerate(names)
         if at not in (at_step, at_time)
     ]
-    at_epoch, epochs = keys.index("epoch") if "epoch" in keys and at_step is not None else None, EpochSteps()
+    at_epoch = keys.index("epoch") if "epoch" in keys and at_step not in (None, keys.index("epoch")) else None
+    epochs = EpochSteps()
     row = -1
     for line in lines:
         if not line.strip():
@@ -88,6 +92,13 @@ def read(source: Source, out: Run) -> None:
                 out.scalar(name, step, value, time)
     if epochs.began_anew:
         out.note(BEGAN_ANEW)
+
+
+def _counts_epochs(source: Source, delimiter: str, column: int) -> bool:
+    """Whether the first rows name whole epochs, each once."""
+    rows = [_cells(line, delimiter) for line in _text(source.head).splitlines()[1:50] if line.strip()]
+    found = [_step(cells[column]) for cells in rows[:-1] or rows if column < len(cells)]
+    return None not in found and len(set(found)) == len(found) > 0
 
 
 def _header(line: str) -> tuple[str, list[str]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import tomllib
 from pathlib import PurePosixPath
 from typing import Annotated
@@ -173,7 +174,7 @@ def draft(*, broken: str, fixed: str, test: str, capsule: str, rules: list[str])
     # JSON strings of text without control characters are TOML strings too.
     quoted = {name: msgspec.json.encode(value).decode() for name, value in locals().items() if isinstance(value, str)}
     listed = ", ".join(msgspec.json.encode(rule).decode() for rule in rules)
-    command = msgspec.json.encode(f"python -m pytest -q {shlex.quote(test)}" if test else "").decode()
+    command = msgspec.json.encode(f"{shlex.quote(_python())} -m pytest -q {shlex.quote(test)}" if test else "").decode()
     return f"""# How this fix is proved. Give every item what it needs, or skip = "reason" (a pass with exceptions).
 # Commands run without a shell, in temporary work trees of the revisions. llmconsole gate run does it all.
 capsule = {quoted["capsule"]}
@@ -205,3 +206,10 @@ invariant = ""
 limit = ""
 version = ""
 """
+
+
+def _python() -> str:
+    """The interpreter that a command would find by name, else the one that runs this."""
+    import shutil
+
+    return next((name for name in ("python", "python3") if shutil.which(name)), sys.executable)

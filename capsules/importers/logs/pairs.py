@@ -37,9 +37,13 @@ _HELD_OUT = re.compile(r"(?<![\w/])(?:eval|evaluation|val|valid|validation|test)
 _TRAIN = re.compile(r"train", re.IGNORECASE)
 _MEANS = re.compile(r"\| train \| epoch \d")
 _WORD = r"[A-Za-z_][\w/.\-]{0,40}"
-_PAIR = re.compile(
-    rf"(?<![\w.])({_WORD}(?: {_WORD}){{0,2}})(?:\s{{0,4}}[:=]\s{{0,4}}| )({NUMBER})\s?(ms|s|%)?(?![\w.:])"
-)
+_PAIR = re.compile(rf"(?<![\w.])({_WORD}(?: {_WORD}){{0,2}})(\s{{0,4}}[:=]\s{{0,4}}| )({NUMBER})\s?(ms|s|%)?(?![\w.:])")
+#: Words that stand in sentences and in no name of a number.
+_PROSE = frozenset({
+    "a", "an", "and", "around", "as", "at", "before", "below", "by", "differs", "fell", "falls", "for", "from", "in",
+    "is", "it", "its", "of", "on", "or", "rises", "rose", "than", "that", "the", "then", "this", "to", "until",
+    "was", "were", "where", "which", "with",
+})  # fmt: skip
 _BAR = re.compile(r"\b(\d{1,18})/(\d{1,18}) \[[\d:]+<[^\],]{0,40}(?:,[^\],]{0,40})?(?:, (.*))?\]")
 _PERCENT = re.compile(r":?\s{0,4}\d{1,3}$")
 #: Keras: ``50/50 [=====] - 3s 10ms/step - loss: 0.52 - val_loss: 0.61``; the loss is the mean of the epoch so far.
@@ -178,7 +182,9 @@ def _values(text: str) -> _Values:
     found: _Values = {}
     if "(" in text:
         text = _WRAPPED.sub(r"\1", text)
-    for name, printed, unit in _PAIR.findall(text):
+    for name, parted, printed, unit in _PAIR.findall(text):
+        if not parted.strip() and not _PROSE.isdisjoint(name.lower().split()):
+            continue  # "the loss rises from 11.87"
         if (value := number(printed)) is not None:
             found.setdefault(name, (value, unit))
     return found

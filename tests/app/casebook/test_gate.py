@@ -490,7 +490,8 @@ def test_init_writes_what_card_and_git_know(made: Made) -> None:
     text = file.read_text()
     assert f'broken = "{made.broken[:12]}"' in text
     assert f'fixed = "{made.fixed[:12]}"' in text
-    assert f'command = "python -m pytest -q {NODE}"' in text
+    python = next((name for name in ("python", "python3") if shutil.which(name)), sys.executable)
+    assert f'command = "{python} -m pytest -q {NODE}"' in text
     assert 'files = ["tests/test_loss.py"]' in text
     assert 'capsule = "runs/a.capsule"' in text
     with pytest.raises(PlanError, match=r"\[neighbours\] needs a command"):

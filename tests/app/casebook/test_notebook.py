@@ -112,6 +112,22 @@ def test_a_rule_tests_its_own_hypothesis(broken: Path, tmp_path: Path) -> None:
     assert book.hypothesis(90).verdict == "undecided"
 
 
+def test_a_rule_that_was_likely_does_not_prove_itself_by_being_run_again() -> None:
+    from llmconsole.analyzers.finding import Finding
+    from llmconsole.analyzers.report import CapsuleName, CapsuleReport
+
+    def report(confidence: str) -> CapsuleReport:
+        finding = Finding(rule="data/x", title="x", summary="so it is", severity="warning", confidence=confidence)
+        name = CapsuleName(id="", title="", path="")
+        return CapsuleReport(
+            capsule=name, first_divergence=None, findings=(finding,), ladder=(), quiet=(), skipped=(), errors=()
+        )
+
+    assert books.judge_by_rule(report("confirmed"), "data/x") == ("data/x: so it is", "supported")
+    assert books.judge_by_rule(report("likely"), "data/x")[1] == "undecided"
+    assert "an experiment decides" in books.judge_by_rule(report("likely"), "data/x")[0]
+
+
 @pytest.mark.parametrize(("minutes", "late"), [(29.9, False), (30, True), (300, True)])
 def test_at_thirty_minutes_the_way_back_is_offered(
     healthy: Path, capsys: pytest.CaptureFixture[str], minutes: float, late: bool

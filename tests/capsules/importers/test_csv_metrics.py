@@ -54,6 +54,11 @@ class TestProducers:
         assert values(capsule, "loss") == [(0, 3.0), (1, 2.0)]
         assert "number of the row" in notes(capsule)
 
+    def test_rows_of_epochs_are_steps_by_their_own_number(self, imported: Imports):
+        assert values(imported("epoch,loss\n1,2.0\n2,1.5\n3,1.0\n"), "loss") == [(1, 2.0), (2, 1.5), (3, 1.0)]
+        # Where epochs are fractions the rows are counted.
+        assert values(imported("epoch,loss\n0.5,2.0\n1.0,1.5\n"), "loss") == [(0, 2.0), (1, 1.5)]
+
 
 class TestDamage:
     def test_cut_at_random_places_it_keeps_all_whole_rows_and_no_torn_cell(self, tmp_path: Path):

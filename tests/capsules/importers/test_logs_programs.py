@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from llmconsole.capsules import EvidenceError
+from llmconsole.capsules.importers import import_files
 
 from .conftest import Imports, notes, values
 
@@ -263,6 +265,12 @@ class TestOthers:
         assert values(capsule, "loss") == found
         if "5.5" in line:
             assert {value for _, value in values(capsule, "eval_loss")} == {5.5}
+
+    def test_a_sentence_about_a_loss_is_no_log(self, tmp_path: Path):
+        file = tmp_path / "notes.txt"
+        file.write_text("Last night\nThe loss rises from 11.87 around step 33 to 20.12.\nstep 400 the loss is 3.1\n")
+        with pytest.raises(EvidenceError):
+            import_files([file], tmp_path / "runs", attach=False)
 
     def test_lines_about_held_out_data_are_no_training_loss(self, imported: Imports):
         capsule = imported(
