@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import batch, statistics
+from . import statistics
 from .captured import StepSample, StepSamples
 from .hooks import ModuleHooks
+from .owners import Owners
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
-from .ring import LOGITS_BYTES, Micro
+from .reading import BatchReader
 from .tape import Row, Tape, gather
 from .window import Window, number
 
@@ -47,8 +48,7 @@ class Loop:
     ) -> None:
         self.tape = tape
         self.hooks = hooks
-        self.optimizers = optimizers
-        self.named = bool(optimizers)
+        self.owners = Owners(hooks, optimizers)
         self.window: Window | None = None
         self.inside = False  # a micro-batch is being run
         self.sample: UpdateSample | None = None
@@ -58,7 +58,7 @@ class Loop:
         self.ignore_index = ignore_index
         self.given = given
         self._whole_updates = whole_updates
-        self._layouts: dict[str, batch.Layout] = {}
+        self._reader = BatchReader(tape, hooks, ignore_index)
         self._attempt = attempt
         self._finish = finish
         self._by_hand = False  # the loop divides scaled gradients itself
@@ -124,7 +124,7 @@ class Loop:
 
     def before_unscale(self, scaler: Any, optimizer: Any, nested: bool) -> None:
         """Measure the gradients while they are as backward left them."""
-        if self.window is not None and self._ours(optimizer):
+        if self.window is not None and self.owners.hold(optimizer, self.window):
             self.measure_gradients()
             self._sample(lambda sample: sample.gradients(scaled=self.scaled))
             self.window.event("unscale", nested=nested or None)
@@ -132,7 +132,7 @@ class Loop:
     def after_unscale(self, scaler: Any, optimizer: Any, found_inf: list[Tensor], nested: bool) -> None:
         """The scaler has looked for gradients that are not finite while it divided them."""
         window = self.window
-        if window is None or not self._ours(optimizer):
+        if window is None or not self.owners.hold(optimizer, self.window):
             return
         window.unscaled = True
         event = window.event("finite_check", nested=nested or None)
@@ -182,7 +182,7 @@ class Loop:
     def before_step(self, optimizer: Any) -> None:
         """Measure the gradients, and copy the sample of the parameters."""
         window = self.window
-        if window is None or not self._ours(optimizer):
+        if window is None or not self.owners.hold(optimizer, self.window):
             return
         self._unscaled_by_hand()
         self.measure_gradients()
@@ -199,7 +199,7 @@ class Loop:
     def after_step(self, optimizer: Any, by_scaler: bool, closure: bool) -> None:
         """The window has done what it was for."""
         window = self.window
-        if window is not None and self._ours(optimizer):
+        if window is not None and self.owners.hold(optimizer, self.window):
             window.stepped = True
             window.event("optimizer_step", nested=by_scaler or None)
             self._sample(lambda sample: sample.after(optimizer, closure))
@@ -209,7 +209,7 @@ class Loop:
     def scaler_stepped(self, scaler: Any, optimizer: Any, stepped: bool, found_inf: list[Tensor]) -> None:
         """Note a step that was left out."""
         window = self.window
-        if window is None or not self._ours(optimizer):
+        if window is None or not self.owners.hold(optimizer, self.window):
             return
         window.found_inf += [tensor.clone() for tensor in found_inf]
         if not stepped:
@@ -350,49 +350,7 @@ class Loop:
         self.hooks.call.clear()
         if not call and (micro.arrays or micro.given is None):
             return
-        self._attempt("batch", lambda: self._read_batch(window, micro, call))
-
-    @torch.no_grad()
-    def _read_batch(self, window: Window, micro: Micro, call: dict[str, Any]) -> None:
-        inputs, keywords = call.get("inputs", ()), call.get("keywords", {})
-        graph = bool(call.get("graph", True))
-        if graph and micro.training_mode is None:
-            micro.training_mode = call.get("training")
-        if micro.readings is not None and (micro.has_graph or not graph):
-            return  # another forward after that of the loss
-        arrays = batch.find(micro.given, inputs, keywords, self.hooks.root)
-        if not micro.arrays or micro.readings is not None:
-            # Loops reuse their buffers; ids and masks are small.
-            micro.arrays = {name: tensor.detach().clone() for name, tensor in arrays.items()}
-            micro.keys = batch.keys_of(micro.given) or ([*keywords] or None)
-        ids, labels = micro.arrays.get("input_ids"), micro.arrays.get("labels")
-        if ids is None:
-            return
-        if labels is not None:
-            micro.layout, micro.odd_rows = self._layout(ids, labels)
-        found = batch.readings_of(call.get("output"), ids, labels, micro.layout, self.ignore_index)
-        if found is None:
-            return
-        logits, micro.readings = found
-        micro.has_graph = graph
-        if logits.nbytes + sum(each.logits_bytes for each in window.micros) <= LOGITS_BYTES:
-            micro.hold_logits(logits)
-        known = self.tape.seen(logits)
-        about = self.hooks.describe("logits", "logits", logits)
-        if known is None:
-            self.tape.measure("logits", "logits", logits, 0, about)
-        else:
-            self.tape.rows.append(Row("logits", "logits", about, known.micro, 0, known.norm, known.counts, known.full))
-
-    def _layout(self, ids: Tensor, labels: Tensor) -> batch.Layout:
-        """Which token a label names. On a device it is read once and then taken to stay."""
-        device = labels.device.type
-        if device == "cpu" and ids.device.type == "cpu":
-            return batch.label_layout(ids, labels, self.ignore_index)
-        if device not in self._layouts:
-            self._layouts[device] = batch.label_layout(ids, labels, self.ignore_index)
-            return self._layouts[device]
-        return batch.Layout(self._layouts[device].name, [])
+        self._attempt("batch", lambda: self._reader.read(window, micro, call))
 
     def _copy_parameters(self) -> None:
         window = self.window
@@ -407,6 +365,11 @@ class Loop:
         else:
             self.large_sample = None  # its memory is the job's again
 
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that step the model, as far as they are known."""
+        return self.owners.optimizers
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The model's parameters by name."""
         names = self.hooks.parameters
@@ -417,41 +380,6 @@ class Loop:
         sample = self.large_sample or self.sample
         return sample.changes() if sample is not None and self.measured_update else {}
 
-    def _ours(self, optimizer: Any) -> bool:
-        if any(optimizer is known for known in self.optimizers):
-            return True
-        if next(self.hooks.root.parameters(), None) is None and not self.named:
-            return True  # no model was given: all that steps is the job's
-        # One that was made later takes the place of a named one where it steps the same parameters.
-        known = _parameters_of(self.optimizers) if self.named else self.hooks.parameters.keys()
-        if not known & _parameters_of([optimizer]) and not self._stale(optimizer):
-            return False
-        self.optimizers.append(optimizer)
-        return True
-
-    def _stale(self, optimizer: Any) -> bool:
-        """Whether it was made for this model before the model was made anew: not one of its parameters, all its shapes.
-
-        Only while no other optimizer is known, and in a window whose backward has reached the model.
-        """
-        window = self.window
-        if self.optimizers or window is None or not window.backwards:
-            return False
-        if not (window.gradients or self.hooks.pending):
-            return False
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        trained = [parameter for parameter in self.hooks.root.parameters() if parameter.requires_grad]
-        return bool(held) and _shapes(held) == _shapes(trained)
-
-
-def _shapes(parameters: Iterable[Any]) -> list[tuple[int, ...]]:
-    return sorted(tuple(parameter.shape) for parameter in parameters)
-
 
 def _first_parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in getattr(optimizer, "param_groups", ())[:1] for parameter in group["params"][:1]]
-
-
-def _parameters_of(optimizers: list[Any]) -> set[int]:
-    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
-    return {id(parameter) for group in groups for parameter in group["params"]}

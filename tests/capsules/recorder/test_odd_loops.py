@@ -145,10 +145,10 @@ def test_a_loop_whose_steps_cannot_be_seen_is_cut_before_memory_is_full(
 
 
 def test_logits_of_an_open_window_are_held_only_up_to_the_limit(run: Any, gpt: Any, monkeypatch: Any) -> None:
-    from llmconsole.capsules.recorder import loop
+    from llmconsole.capsules.recorder import reading
 
     inputs, targets = gpt.shifted(0)
-    monkeypatch.setattr(loop, "LOGITS_BYTES", 2 * 4 * inputs.numel() * gpt.vocabulary)
+    monkeypatch.setattr(reading, "LOGITS_BYTES", 2 * 4 * inputs.numel() * gpt.vocabulary)
     recording = run()
     for turn in range(5):
         with recording.recorder.step(batch=(inputs, targets)):
