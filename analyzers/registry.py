@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RuleFunction = Callable[["Capsule"], Iterable[Finding]]
 
 #: Modules of this package that hold rules, one a family.
-FAMILIES = ("capsule", "data", "objective", "numerics", "optimizer", "runtime")
+FAMILIES = ("capsule", "data", "objective", "numerics", "optimizer", "distributed", "runtime", "memory", "performance")
 
 #: Headings every rule's documentation has, in this order.
 HEADINGS = (

@@ -13,11 +13,13 @@ class Collective(Record):
     """One collective as one rank saw it; times in Unix seconds."""
 
     group: str | int | None = None
+    group_desc: str | None = None
     group_ranks: list[Count] | None = None
     seq: Count | None = None
     order: Count | None = None
     op: str | None = None
     dtype: str | None = None
+    dtypes_out: list[str] | None = None
     shapes_in: list[list[Count]] | None = None
     shapes_out: list[list[Count]] | None = None
     state: Literal["scheduled", "started", "completed"] | None = None
@@ -33,6 +35,7 @@ class Collective(Record):
     waited: bool | None = None
     buffer_reused_before_wait: bool | None = None
     stream_synced: bool | None = None
+    thread: str | int | None = None
 
 
 class Exit(Part):
@@ -54,6 +57,9 @@ class RankSummary(Record):
     skip_reason: str | None = None
     exit: Exit | None = None
     last_seq: dict[str, Integer] | None = None
+    last_started: dict[str, Integer] | None = None
+    last_completed: dict[str, Integer] | None = None
+    dump: bool | None = None
     compute_ms: float | None = None
     communication_ms: float | None = None
     data_ms: float | None = None
@@ -87,11 +93,12 @@ class Memory(Record):
 
 
 class Allocation(Record):
-    """One action of an allocator."""
+    """One action of an allocator; action ``live`` stands for ``count`` blocks of one stack that were not freed."""
 
     action: str | None = None
     address: Integer | str | None = None
     size: Count | None = None
+    count: Count | None = None
     stream: Integer | None = None
     category: str | None = None
     frames: list[Frame] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Count, Part, Record
+from .base import Count, Integer, Part, Record
 
 Kind = Literal["parameter", "buffer", "rng"]
 
@@ -67,6 +67,20 @@ class Event(Record):
     capacity: Count | None = None
     other_processes: Any = None
     phase: str | None = None
+    device: Count | None = None
+    # collective_timeout (what a watchdog says), collective_mismatch (what a fingerprint says)
+    group: str | int | None = None
+    seq: Integer | None = None
+    op: str | None = None
+    dtype: str | None = None
+    numel_in: Count | None = None
+    numel_out: Count | None = None
+    timeout_s: float | None = None
+    ran_s: float | None = None
+    last_enqueued: Integer | None = None
+    last_started: Integer | None = None
+    last_completed: Integer | None = None
+    other_rank: Integer | None = None
 
 
 class Sample(Record):

@@ -1,0 +1,1 @@
+"""Rules of speed, of the stage runtime: what a step waits for."""

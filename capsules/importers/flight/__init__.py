@@ -1,0 +1,1 @@
+"""Flight-recorder dumps of torch.distributed as collectives and states of ranks."""

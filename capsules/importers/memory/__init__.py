@@ -1,0 +1,1 @@
+"""CUDA memory snapshots as allocations, segments and out-of-memory events."""
