@@ -29,3 +29,9 @@ def how_to_capture(needs: tuple[str, ...] | list[str]) -> str:
     how = next((words for prefix, words in _HOW if alternatives[0].startswith(prefix)), "")
     names = " or ".join(alternatives)
     return f"{names}: {how}" if how else names
+
+
+def what_to_capture(lacking: tuple[str, ...] | list[str]) -> str:
+    """One line for what rules lack, the most wanted first; reasons in words stand as they are."""
+    needs = [each for each in lacking if " " not in each]
+    return f"capture {how_to_capture(needs)}" if needs else "; ".join(lacking[:1])

@@ -22,7 +22,7 @@ from ...commands.rules import RuleRow, Rules, documentation
 from ...render import MARKS, finding_block, ladder_line, place_of, sign_of
 from ...text import keep_tail, one_line
 from ..actions import bindings
-from ..capturing import how_to_capture
+from ..capturing import how_to_capture, what_to_capture
 from ..copying import as_text, copy
 from ..link import Answer
 from ..widgets.rows import Row, Rows
@@ -300,7 +300,7 @@ def _stage_rows(report: CapsuleReport, rules: dict[str, RuleRow], width: int) ->
         if not lacking:
             unjudged.append(stage)
             continue
-        words = one_line(f"capture {how_to_capture([need for need, _ in lacking.most_common()])}")
+        words = one_line(what_to_capture([need for need, _ in lacking.most_common()]))
         body = [Text(f" {stage}: not captured", "bold"), Text(f"   {words}"), Text()]
         body += [Text(f"   {one_line(each.rule)} needs {one_line(', '.join(each.missing))}") for each in own]
         rows.append(Row(f"stage {stage}", _not_captured(f"{stage}  ", words, width), Item(body=tuple(body))))
@@ -321,8 +321,8 @@ def _not_captured(head: str, words: str, width: int) -> Text:
 def _skipped_row(report: CapsuleReport, width: int) -> Row[Item]:
     count = len(report.skipped)
     lacking = Counter(need for each in report.skipped for need in each.missing)
-    wanted = how_to_capture([need for need, _ in lacking.most_common()])
-    line = _not_captured(f"{count} rule{'s' * (count > 1)} skipped  ", f"capture {one_line(wanted)}", width)
+    wanted = what_to_capture([need for need, _ in lacking.most_common()])
+    line = _not_captured(f"{count} rule{'s' * (count > 1)} skipped  ", one_line(wanted), width)
     body: list[RenderableType] = [Text(" Skipped for lack of evidence", "bold")]
     for each in report.skipped:
         body.append(Text(f"   {one_line(each.rule)}"))

@@ -38,6 +38,9 @@ _VOLATILE = re.compile(
     r"\b[0-9A-HJKMNP-TV-Z]{26}\b|/\S*pytest-of\S*|[0-9a-f]{12,64}|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?Z?)?"
 )
 
+#: Length of the path of the repository on the screens; the usual temporary path is about 80 long.
+_PATH = 120
+
 #: Least contrast of text against its background (WCAG 2); what is dimmed on purpose may be fainter.
 _CONTRAST, _FAINT = 3.0, 1.9
 _FRAMES = set(" ─│╭╮╰╯▎▁▂▃▄▅▆▇█▔▌▐")
@@ -181,8 +184,8 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository which is the working directory, so that no path on a screen depends on the machine."""
-    root = scenes.repository(tmp_path / "work")
+    """A repository which is the working directory, under a path of one length on every machine and in every run."""
+    root = scenes.repository(tmp_path / "w".ljust(_PATH - len(str(tmp_path)) - 1, "w"))
     monkeypatch.chdir(root)
     return root
 
