@@ -7,34 +7,43 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..looks.types import Latency, MemoryLedger, RanksGrid
+from ..looks.types import Latency, LiveStacks, MemoryLedger, RanksGrid
 from ..output import CommandError, console, print_json
 from ..worker import Worker, WorkerError
 
 #: Ranks printed, and cells beside those that hold the collectives of a rank; the rest is in the console.
 RANKS, _BESIDE = 256, 41
+#: Lines of stacks printed.
+STACKS = 40
 
 
 class Machine(msgspec.Struct, kw_only=True):
-    """``llmconsole.show-machine/1``: one of the three, the others are null."""
+    """``llmconsole.show-machine/1``: one of the three, the others are null; ``stacks`` belong to the memory."""
 
     format: Literal["llmconsole.show-machine/1"] = "llmconsole.show-machine/1"
     memory: MemoryLedger | None = None
+    stacks: LiveStacks | None = None
     ranks: RanksGrid | None = None
     latency: tuple[Latency, ...] | None = None
 
 
 def print_memory(args: argparse.Namespace) -> int:
-    """Print the ledger of the step at which most was allocated."""
-    found = msgspec.convert(_ask("memory", {"path": args.capsule}), MemoryLedger | None)
+    """Print the ledger of the step at which most was allocated, and who held the peak."""
+    ledger = msgspec.convert(_ask("memory", {"path": args.capsule}), MemoryLedger | None)
+    stacks = msgspec.convert(_ask("stacks", {"path": args.capsule}), LiveStacks | None)
     if args.json:
-        print_json(Machine(memory=found))
+        print_json(Machine(memory=ledger, stacks=stacks))
         return 0
-    if found is None:
+    if ledger is None and stacks is None:
         return _nothing("no ledger of memory was captured")
-    from ..ui.views.memory import ledger_text
+    from ..ledger_table import ledger_text
+    from ..stack_table import stacks_text
 
-    console().print(ledger_text(found, console().width - 1))
+    screen = console()
+    if ledger is not None:
+        screen.print(ledger_text(ledger, screen.width - 1))
+    if stacks is not None:
+        screen.print(stacks_text(stacks, screen.width - 1, STACKS, 0))
     return 0
 
 

@@ -24,6 +24,7 @@ _MODULES = {
     "resolve_plan": "resolving",
     "resolve_commit": "resolving",
     "memory": "memory",
+    "stacks": "stacks",
     "ranks": "ranks",
     "latency": "latency",
     "difference": "difference",

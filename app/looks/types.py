@@ -157,6 +157,32 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[MemoryPhase, ...]
 
 
+class LiveStack(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stack holds: bytes in ``count`` blocks; ``frames`` as ``function file:line``, innermost first."""
+
+    size: int
+    count: int
+    category: str
+    frames: tuple[str, ...]
+
+
+class LiveStacks(msgspec.Struct, frozen=True, kw_only=True):
+    """Who held the memory of one rank at the instant that matters, the largest first.
+
+    Attributes:
+        rank: one of ``ranks``, which have such stacks.
+        total: bytes of all ``stacks`` stacks, of which ``rows`` are the largest.
+        blocks: blocks altogether.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    total: int
+    blocks: int
+    stacks: int
+    rows: tuple[LiveStack, ...]
+
+
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: its cells (one character a collective) and its times in milliseconds, where they were measured."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmconsole.app.ledger_table import ledger_text
 from llmconsole.app.looks.memory import memory
-from llmconsole.app.ui.views.memory import ledger_text
 from llmconsole.capsules import CapsuleWriter
 
 GIB = 1 << 30
