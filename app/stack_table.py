@@ -6,7 +6,7 @@ from rich.text import Text
 
 from .looks.types import LiveStack, LiveStacks
 from .numbers import size
-from .text import one_line
+from .text import keep_tail, one_line
 
 _BAR = 8
 _DIM = "bright_black"
@@ -53,4 +53,12 @@ def _line(text: Text, row: LiveStack, total: int, here: bool, width: int) -> Non
     text.append("█" * round(share * _BAR) + "·" * (_BAR - round(share * _BAR)), "yellow")
     head = f" {share:>4.0%} {size(row.size):>9} {f'×{row.count:,}':>8}  {row.category:<13}"
     text.append(head, "bold" if here else "")
-    text.append(f"{one_line(own_frame(row), max(12, width - len(head) - _BAR - 2))}\n")
+    text.append(f"{_short(own_frame(row), max(12, width - len(head) - _BAR - 2))}\n")
+
+
+def _short(frame: str, room: int) -> str:
+    """A frame in so many cells: directories go before the line number does."""
+    if len(frame) > room:
+        name, _, place = frame.partition(" ")
+        frame = f"{name} {place.rpartition('/')[2]}"
+    return keep_tail(one_line(frame, 300), room)
