@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from .finding import Evidence, Finding, Where
+from .memory.oom import is_device_failure, is_host_failure
 from .registry import NotCaptured, rule
 from .series import curve
 
@@ -37,6 +38,7 @@ _MOST_LINES = 3
     needs=("records.events.type",),
     explained_by=(
         "data/token-out-of-vocabulary",
+        "memory/capacity",
         "numerics/first-nonfinite",
         "numerics/fp16-overflow",
         "numerics/loss-nonfinite",
@@ -47,23 +49,21 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     """The job ended with an error that its log holds.
 
     What it checks:
-        Exceptions and out-of-memory errors in an imported log after which no training step was reported.
+        Exceptions in an imported log after which no training step was reported, and a host that ran out of memory.
     Why it matters:
         Whoever reads only the curves sees a run that was fine and stopped. The error is the first thing to read, and
         of many ranks' errors only the first one is the reason.
     How it decides:
         The first error of its own, before those by which launchers repeat it, at or after the last reported step. What
-        an exception means is left open (undetermined). Out of memory is told apart by its own numbers: where what was
-        asked for exceeds what is free on the device and what the allocator holds unused together, it is capacity
-        (likely); else it is left open.
+        an exception means is left open (undetermined), and so is what filled the memory of a host. A device that is
+        out of memory is the business of the rules memory/*: this rule is quiet about it, and about what follows it.
     Looks like it but is not:
         A traceback that was caught, after which training goes on; an interrupt from the keyboard, a time limit, a
-        signal by which a scheduler stops a job; warnings.
+        signal by which a scheduler stops a job; warnings; a device that is out of memory.
     What to try next:
         Read the lines above the error in the log of the rank that is named, not of the launcher.
     Fix:
-        That of the error. Capacity: a smaller micro-batch or shorter rows with more accumulation, activation
-        checkpointing, sharding, or fewer bytes a number.
+        That of the error. The host's memory: fewer loader workers, smaller queues and shards, a larger limit.
     """
     if capsule.manifest.trigger is None or capsule.manifest.trigger.kind != "imported":
         raise NotCaptured("a log that was imported: a recording says itself how it ended")
@@ -74,10 +74,28 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         if each.get("kind") in ("exception", "oom") and (last is None or _step(each) is None or _step(each) >= last)
     ]
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
-    if not own:
+    first = min(own, key=lambda each: (_step(each) or 0, _time(each), _rank(each) or 0), default=None)
+    if first is None or is_device_failure(first):
         return
-    first = min(own, key=lambda each: (_step(each) or 0, _time(each), _rank(each) or 0))
-    yield _out_of_memory(first, len(own)) if first.get("kind") == "oom" else _exception(capsule, first, len(own))
+    yield _host(first, len(own)) if is_host_failure(first) else _exception(capsule, first, len(own))
+
+
+def _host(error: Mapping[str, Any], count: int) -> Finding:
+    words = _short(f"{error.get('type') or 'out of memory'}: {error.get('message') or ''}", 440)
+    sizes = [(name, error[name]) for name in ("requested", "allocated") if isinstance(error.get(name), int)]
+    return Finding(
+        confidence="undetermined",
+        title="The host's memory ran out",
+        summary=f"{words} (the host's memory, not a device's).",
+        where=Where(step=_step(error), rank=_rank(error)),
+        evidence=(
+            Evidence(name="error", value=words, expected="none"),
+            *(Evidence(name=name, value=size, unit="B") for name, size in sizes),
+            Evidence(name="errors in the log", value=count, expected=0),
+        ),
+        next=("plot the resident size of the process and of its loader workers over time, beside the limit",),
+        fix=("fewer loader workers, smaller queues and shards, or a larger limit",),
+    )
 
 
 def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
@@ -103,45 +121,6 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
             Evidence(name="errors in the log", value=count, expected=0),
         ),
         next=("read the lines above the first error in the log of this rank",),
-    )
-
-
-def _out_of_memory(error: Mapping[str, Any], count: int) -> Finding:
-    sizes = {name: _bytes(error.get(name)) for name in ("requested", "free", "allocated", "reserved", "capacity")}
-    requested, free, allocated, reserved, capacity = sizes.values()
-    idle = reserved - allocated
-    slack = free + max(0.0, idle)
-    decided = math.isfinite(idle) and requested > slack
-    words = f"{_gib(requested)} were asked for"
-    if math.isfinite(free):
-        words += f", {_gib(free)} are free on the device"
-    if math.isfinite(idle):
-        words += f" and {_gib(idle)} are held unused by the allocator"
-    if math.isfinite(allocated) and math.isfinite(capacity) and capacity > 0:
-        words += f"; {_gib(allocated)} of {_gib(capacity)} ({allocated / capacity:.1%}) are in use"
-    reached = _step(error)
-    return Finding(
-        confidence="likely" if decided else "undetermined",
-        title="Out of memory: the device is full" if decided else "Out of memory",
-        summary=words + (": both together are too little, so it is no fragmentation." if decided else "."),
-        where=Where(step=reached, rank=_rank(error)),
-        evidence=(
-            Evidence(name="requested", value=requested, expected=f"≤ {slack:,.0f}" if decided else None, unit="B"),
-            *(
-                Evidence(name=name, value=value, unit="B")
-                for name, value in {**sizes, "reserved, not allocated": idle}.items()
-                if name != "requested" and math.isfinite(value)
-            ),
-            *(
-                Evidence(name="other process", value=_bytes(each.get("bytes")), unit="B", note=f"pid {each.get('pid')}")
-                for each in _listed(error.get("other_processes"))
-                if isinstance(each, dict)
-            ),
-            Evidence(name="errors in the log", value=count, expected=0),
-        ),
-        cause="the job needs more memory than the device has" if decided else None,
-        next=("log the peak of the first steps with half the micro-batch and compare",),
-        fix=("a smaller micro-batch with more accumulation, shorter rows, activation checkpointing or sharding",),
     )
 
 
@@ -236,21 +215,9 @@ def _rank(event: Mapping[str, Any]) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value)[:16] if isinstance(value, list | tuple) else []
-
-
 def _time(event: Mapping[str, Any]) -> float:
     time = event.get("t")
     return float(time) if isinstance(time, int | float) and math.isfinite(time) else math.inf
-
-
-def _bytes(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and value >= 0 else math.nan
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "an unknown number of bytes"
 
 
 def _short(text: str, most: int) -> str:

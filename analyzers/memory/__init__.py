@@ -1,1 +1,12 @@
-"""Rules of device memory, of the stage runtime: where it went, and what would fit."""
+"""Rules of device memory, of the stage runtime: where it went, and what would fit.
+
+``oom`` reads the failures and classifies each once for all rules; one module a theme; thresholds in ``thresholds``.
+"""
+
+from . import (
+    capacity,
+)
+
+__all__ = [
+    "capacity",
+]

@@ -41,6 +41,9 @@ HOST_WORDS: Final = re.compile(
     r"|std::bad_alloc|Cannot allocate memory|Unable to allocate .{1,40} for an array|OOMKilled",
     re.IGNORECASE,
 )
+#: The limit of ``set_per_process_memory_fraction``, as torch names it.
+_ALLOWED: Final = re.compile(r"\b(\d{1,9}(?:\.\d{1,4})?) ([MGT])iB allowed;")
+_UNITS: Final = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 #: Failures that are read of one capsule.
 _MOST: Final = 4096
 
@@ -160,6 +163,8 @@ def is_host_failure(event: Mapping[str, Any]) -> bool:
     """Whether an event says that the host's memory ran out: a failed allocation, or a process that was killed."""
     if event.get("kind") not in ("oom", "exception", "log"):
         return False
+    if event.get("where") == "host":
+        return True
     if str(event.get("type") or "").rpartition(".")[2] == "MemoryError":
         return True
     words = str(event.get("message") or "")[:_MOST]
@@ -201,8 +206,8 @@ def classify(failure: Failure) -> Verdict:
     split = (
         idle is not None and idle >= requested and (failure.largest_free is None or failure.largest_free < requested)
     )
-    outside = _outside(failure, size, requested - free)
-    if outside is not None and (not split or outside[0] > (idle or 0)):
+    outside = _outside(failure, size)
+    if outside is not None and outside[0] >= requested - free and (not split or outside[0] > (idle or 0)):
         held, words, sure, between = outside
         if sure:
             return Verdict("other process", (), f"{asked}, and {gib(held)} {words}: without them it had fitted")
@@ -220,6 +225,8 @@ def classify(failure: Failure) -> Verdict:
         too_little = (
             "both together are too little" if requested > free + idle else "no more than any full device leaves"
         )
+        if outside is not None and requested <= free + idle + outside[0]:
+            return Verdict("undecided", ("capacity", "other process"), f"{asked}, and {gib(outside[0])} {outside[1]}")
         if failure.capacity is None:
             because = f"{asked}: {too_little}; how large the device is, and who else is on it, is not stated"
             return Verdict("undecided", ("capacity", "other process"), because)
@@ -250,27 +257,36 @@ def _cannot_fit(failure: Failure, requested: int) -> Verdict | None:
     return Verdict("capacity", (), f"{gib(requested)} were asked for{in_use}, of {gib(limit)} in all: no order helps")
 
 
-def _outside(failure: Failure, size: int, short: int) -> tuple[int, str, bool, tuple[str, ...]] | None:
-    """(bytes, words, whether it is certain, candidates) of memory outside the allocator that would have done."""
+def _outside(failure: Failure, size: int) -> tuple[int, str, bool, tuple[str, ...]] | None:
+    """(bytes, words, whether it is certain, candidates) of memory outside the allocator where it is much."""
     others = failure.held_by_others
-    if others is not None and others >= max(OTHERS_BYTES, OTHERS_SHARE * size) and others >= short:
+    if others is not None and others >= max(OTHERS_BYTES, OTHERS_SHARE * size):
         return others, "are held by other processes", True, ()
     own = failure.outside
     if own is None and failure.own is not None and failure.reserved is not None:
         own = max(0, failure.own - failure.reserved)
     least = max(OUTSIDE_BYTES, OUTSIDE_SHARE * size)
     if own is not None:
-        if own >= least and own >= short:
+        if own >= least:
             words = "are held by this process outside of PyTorch's allocator (libraries, communication, contexts)"
             return own, words, False, ("capacity", "memory outside of PyTorch")
         return None
     left = failure.not_accounted
-    if left is None or left < least or left < short:
+    if left is None or left < least:
         return None
     if left >= MOSTLY_OUTSIDE * size:
         return left, "are held outside of this process's allocator", True, ()
     words = "are held outside of the allocator, by other processes or by libraries of this one"
     return left, words, False, ("other process", "capacity", "memory outside of PyTorch")
+
+
+def _is_line(event: Mapping[str, Any]) -> bool:
+    return (
+        event.get("kind") == "log"
+        and event.get("level") == "error"
+        and event.get("logger") != "nccl"
+        and DEVICE_WORDS.search(str(event.get("message") or "")[:_MOST]) is not None
+    )
 
 
 def _host(capsule: Capsule) -> Iterator[Mapping[str, Any]]:
@@ -280,20 +296,20 @@ def _host(capsule: Capsule) -> Iterator[Mapping[str, Any]]:
 
 
 def _failures(capsule: Capsule) -> Iterator[Failure]:
-    from ...capsules.memory_text import sizes_said
+    from ...capsules.importers.logs.out_of_memory import parsed
 
     sizes = capacities(capsule)
     ends = _ends(capsule)
     blocks = largest_free_blocks(capsule)
-    for event in capsule.records("events"):
-        if not is_device_failure(event):
-            continue
+    events = list(capsule.records("events"))
+    errors = [each for each in events if is_device_failure(each)]
+    # A line of a log alone counts where nothing better tells of a failure.
+    for event in errors or (each for each in events if _is_line(each)):
         step, rank = whole(event.get("step")), whole(event.get("rank"))
         message = str(event.get("message") or "")
-        said = sizes_said(message) | {name: value for name, value in event.items() if value is not None}
-        reserved, allocated = whole(said.get("reserved")), whole(said.get("allocated"))
-        if reserved is not None and allocated is not None and reserved < allocated:
-            reserved += allocated  # torch up to 1.3 names what is cached and not in use
+        # A recording has the words and what the device said afterwards; a log has been read already.
+        said = (parsed(message[:_MOST]) or {}) | {name: value for name, value in event.items() if value is not None}
+        allowed = _ALLOWED.search(message[:_MOST])
         yield Failure(
             step=step,
             rank=rank,
@@ -304,12 +320,12 @@ def _failures(capsule: Capsule) -> Iterator[Failure]:
             message=message,
             requested=positive(said.get("requested")),
             free=whole(said.get("free")),
-            allocated=allocated,
-            reserved=reserved,
+            allocated=whole(said.get("allocated")),
+            reserved=whole(said.get("reserved")),
             capacity=positive(said.get("capacity")) or sizes.get(rank or 0),
-            own=whole(said.get("own")),
-            outside=whole(said.get("outside")),
-            allowed=positive(said.get("allowed")),
+            own=whole(said.get("process_used")),
+            outside=whole(said.get("other_allocations")),
+            allowed=round(float(allowed[1]) * _UNITS[allowed[2]]) if allowed else None,
             others=tuple(_others(said.get("other_processes"))),
             largest_free=_first(event.get("largest_free_block"), blocks.get((rank or 0, step)), blocks.get(rank or 0)),
             caught=_went_on(step, number(event.get("t")), ends.get(rank or 0) or ends.get(None)),

@@ -104,6 +104,7 @@ REQUIRED = {
     "optimizer/step-mismatch",
     "optimizer/update-ratio",
     "memory/allocator-thrash",
+    "memory/capacity",
     "runtime/job-failed",
 }
 

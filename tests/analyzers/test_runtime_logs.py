@@ -95,13 +95,34 @@ def test_what_did_not_end_the_job_is_quiet(read: Read, text: str):
     assert not read(text, FAILED)
 
 
+@pytest.mark.quiet(FAILED)
+def test_a_device_out_of_memory_and_what_follows_it_are_said_by_the_rules_of_memory(read: Read):
+    text = step(1) + trace(OUT.format(asked="14.00"))
+    for follows in ("", trace("torch.distributed.DistBackendError: NCCL error", "[rank3]: ")):
+        assert not read(text + follows, FAILED)
+        (finding,) = read(text + follows, "memory/capacity")
+        assert (finding.where.step, finding.confidence) == (1, "likely")
+
+
 @pytest.mark.fires(FAILED)
-@pytest.mark.parametrize(("asked", "confidence"), [("14.00", "likely"), ("12.50", "undetermined")])
-def test_memory_is_full_where_free_and_unused_together_are_too_little(read: Read, asked: str, confidence: str):
-    (finding,) = read(step(1) + trace(OUT.format(asked=asked)), FAILED)
-    assert (finding.title[:13], finding.confidence) == ("Out of memory", confidence)
-    numbers = {entry.name: entry.value for entry in finding.evidence}
-    assert numbers["reserved, not allocated"] == pytest.approx(12 * 2**30)
+def test_an_error_before_it_is_the_reason(read: Read):
+    text = step(1) + trace("RuntimeError: shape mismatch") + trace(OUT.format(asked="14.00"), "[rank1]: ")
+    (finding,) = read(text, FAILED)
+    assert "shape mismatch" in finding.summary
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1234.5] Out of memory: Killed process 4711 (python) total-vm:901234kB, anon-rss:801234kB",
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0 cgroup. Some processes may have been killed",
+    ],
+)
+def test_the_host_ran_out_of_memory_which_is_no_device_memory(read: Read, line: str):
+    (finding,) = read(step(1) + step(2) + line + "\n", FAILED)
+    assert (finding.title, finding.confidence) == ("The host's memory ran out", "undetermined")
+    assert not read(step(1) + step(2) + line + "\n", "memory/capacity")
 
 
 @pytest.mark.fires(THRASH)
@@ -125,7 +146,7 @@ def test_a_retry_at_the_start_and_a_drop_without_retries_are_quiet(read: Read):
 @pytest.mark.parametrize(
     ("run", "rule", "words"),
     [
-        ("run35", FAILED, "173.25 GiB of 178.35 GiB"),
+        ("run35", "memory/capacity", "173.25 GiB of 178.35 GiB"),
         ("run156", FAILED, "NCCL_ALGO was set to Tree"),
         ("run31", FAILED, "'mxfp8_cublas' is not a valid MXFP8TrainingRecipe"),
         ("run348", THRASH, "560 at step 10, 7% of the best"),
@@ -141,16 +162,4 @@ def test_real_jobs_that_failed(read: Read, run: str, rule: str, words: str):
 def test_real_jobs_that_did_not(read: Read):
     for run in ("run62", "run350"):
         assert not read(REAL / f"{run}.log", FAILED) + read(REAL / f"{run}.log", THRASH)
-
-
-@pytest.mark.fires(FAILED)
-@pytest.mark.parametrize("fields", [{}, {"requested": 0}, {"requested": 1, "free": 0}, {"message": ""}])
-def test_out_of_memory_without_most_of_its_numbers_is_left_open(
-    build: Callable[..., Capsule], fields: dict[str, object]
-):
-    def fill(writer):
-        writer.records("events", [{"kind": "oom", "type": "E", **fields}])
-
-    report = analyze(build(fill, {"trigger": {"kind": "imported"}}), [rule_named(FAILED)])
-    assert not report.errors
-    assert [(each.severity, each.confidence) for each in report.findings] == [("warning", "undetermined")]
+    assert not read(REAL / "run35.log", FAILED)
