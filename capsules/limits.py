@@ -16,6 +16,8 @@ MAX_LINE_BYTES = 16 * MIB
 #: Bytes and lines of one JSON-lines file; of a longer one the newest part is read.
 MAX_LINES_BYTES = 256 * MIB
 MAX_LINES = 2_000_000
+#: Records that one line of columns may stand for.
+MAX_COLUMN_RECORDS = 65_536
 #: Damaged lines after which the rest of a file is not read: it is no such file.
 MAX_BAD_LINES = 20_000
 #: ``scalars.bin`` and ``stats.bin`` of all ranks together; of longer ones the newest part is read, an equal share

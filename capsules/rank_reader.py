@@ -13,12 +13,13 @@ import numpy as np
 
 from .arrays import ArraysFile, Description, parse_description
 from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, Table, decode_table
+from .columns import decode_columns
 from .damage import TORN_BLOCK, TORN_LINE, Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
 from .jsonio import decode_object, present
 from .layout import rank_directory
-from .limits import MAX_GLANCED_BYTES, MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_STREAMS
+from .limits import MAX_GLANCED_BYTES, MAX_LINES, MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_STREAMS
 from .lines import Lines, decode_lines
 from .manifest import RankState
 from .status import DerivedStatus, rank_status
@@ -261,7 +262,7 @@ class RankReader:
     @cached_property
     def streams(self) -> tuple[str, ...]:
         """Names of the streams that have a file."""
-        found = self._list("records", ".jsonl")
+        found = list(dict.fromkeys(self._list("records", ".jsonl") + self._list("columns", ".jsonl")))
         if len(found) > MAX_STREAMS:
             self._report("records", "more streams than are read", f"{len(found) - MAX_STREAMS:,} files")
             found.sort(key=lambda name: name.removesuffix(".jsonl") not in STREAMS)
@@ -282,4 +283,29 @@ class RankReader:
                 self._report(name, sentence, "the field", at=f"line {number:,}")
             record.setdefault("rank", self.rank)
             records.append(record)
+        return records + self._read_columns(stream) if f"{stream}.jsonl" in self._columned else records
+
+    @cached_property
+    def _columned(self) -> frozenset[str]:
+        return frozenset(self._list("columns", ".jsonl"))
+
+    def _read_columns(self, stream: str) -> list[dict[str, Any]]:
+        """Records that were written column by column."""
+        kind = stream_type(stream)
+        name = f"columns/{stream}.jsonl"
+        records: list[dict[str, Any]] = []
+        for number, line, spelled in self._lines(name).records:
+            try:
+                found, sentences = decode_columns(line, kind, spelled)
+            except EvidenceError as error:
+                self._report(name, error.what, "its records", at=f"line {number:,}")
+                continue
+            if len(records) + len(found) > MAX_LINES:
+                self._report(name, "stands for more records than are read", "the newest", at=f"line {number:,}")
+                break
+            for sentence in sentences:
+                self._report(name, sentence, "the field", at=f"line {number:,}")
+            records += found
+        for record in records:
+            record.setdefault("rank", self.rank)
         return records

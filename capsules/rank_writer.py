@@ -16,6 +16,7 @@ import numpy as np
 
 from .arrays import Description, array_info, build_image
 from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, encode_block, encode_rows
+from .columns import Columns, encode_columns
 from .dtypes import Plain
 from .errors import EvidenceError
 from .jsonio import encode, number, present
@@ -74,6 +75,7 @@ class RankWriter:
         self._ids: dict[str, dict[Key, int]] = {}
         self._next_id = 0
         self._counts: dict[str, int] = {}
+        self._columned: set[str] = set()
         self._arrays = 0
         now = clock()
         pid = os.getpid()
@@ -236,6 +238,16 @@ class RankWriter:
         finally:
             if pending:
                 self._append(name, b"".join(pending))
+
+    def columns(self, stream: str, length: int, columns: Columns) -> None:
+        """Append ``length`` records column by column, in as few lines as can be."""
+        if not _STREAM.fullmatch(stream):
+            raise EvidenceError(f"stream name {stream!r:.60} is not made of letters, digits, _ . and -")
+        if stream not in self._columned:
+            make_directory(self.directory / "columns")
+            self._columned.add(stream)
+        for line in encode_columns(length, columns, stream_type(stream), stream):
+            self._append(f"columns/{stream}.jsonl", line)
 
 
 def count(value: Any, where: str, below: int = 2**63) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from .arrays import Description
 from .batches import check_batch, check_tensor, pack, pack_state
+from .columns import Columns
 from .dtypes import Plain
 from .errors import EvidenceError
 from .jsonio import encode, plain, present
@@ -230,6 +231,20 @@ class CapsuleWriter:
     def records(self, stream: str, records: Iterable[Mapping[str, Any]], rank: int | None = None) -> None:
         """Append records to a stream; those before a faulty one are written."""
         self._of(rank).records(stream, records)
+
+    def columns(self, stream: str, length: int, columns: Columns, rank: int | None = None) -> None:
+        """Append many records of a stream at once, as columns; a reader gives them as any other records.
+
+        Args:
+            stream: name of the stream.
+            length: number of records.
+            columns: field → one value a record (None: no such field), or ``Distinct`` values where few differ.
+            rank: the rank.
+
+        Raises:
+            EvidenceError: naming the column, and what is wrong with it.
+        """
+        self._of(rank).columns(stream, length, columns)
 
     def attach(
         self,

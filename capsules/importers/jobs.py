@@ -161,6 +161,9 @@ class _Steps(Run):
     def record(self, stream: str, record: Mapping[str, Any], rank: int | None = None) -> None:
         pass
 
+    def columns(self, stream: str, length: int, columns: Any, rank: int | None = None) -> None:
+        pass
+
     def manifest(self, fields: Mapping[str, Any]) -> None:
         pass
 

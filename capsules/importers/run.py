@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..columns import Columns
 from ..errors import EvidenceError
 from ..limits import MAX_INT64
 from ..writer import CapsuleWriter
@@ -158,6 +159,21 @@ class Run:
         self._held += 1
         if self._held >= 10_000:
             self._write_records()
+
+    def tensor(self, name: str, array: Any, rank: int | None = None, **attributes: Any) -> None:
+        """Write one array under ``group/name``, of step 0. One that cannot be stored is noted."""
+        place = self.rank if rank is None else self._kept_rank(rank)
+        try:
+            self._writer.tensor(name, array, step=0, rank=place, **attributes)
+            self.records += 1
+        except EvidenceError as error:
+            self.note(f"an array was left out ({error.what})")
+
+    def columns(self, stream: str, length: int, columns: Columns, rank: int | None = None) -> None:
+        """Append ``length`` records of a stream as columns (``CapsuleWriter.columns``); a faulty one is an error."""
+        if length:
+            self._writer.columns(stream, length, columns, self.rank if rank is None else self._kept_rank(rank))
+            self.records += length
 
     def manifest(self, fields: Mapping[str, Any]) -> None:
         """Merge what the file states of the job into the manifest; what was stated first stays."""

@@ -51,7 +51,7 @@ class TestExamples:
 
     def test_the_lines_carry_the_checksum_they_should(self):
         examples = re.findall(r'^(\{.*"crc32":"[0-9a-f]{8}"\})$', DOCUMENT, re.MULTILINE)
-        assert len(examples) == 2
+        assert len(examples) == 3
         for example in examples:
             record = json.loads(example)
             record.pop("crc32")
