@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -27,6 +27,7 @@ from .source import Source
 MODULES = (
     "tensorboard",
     "wandb",
+    "memory",
     "trainer_state",
     "golden",
     "json_history",
@@ -111,7 +112,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
         run = Run(writer)
         listed: list[dict[str, Any]] = []
         for source, importer in found:
-            run.begin(importer.FORMAT, source.path.name, rank_in_name(source.path))
+            run.begin(importer.FORMAT, source.path.name, rank_of(source.path, importer))
             problem = _read(importer, source, run)
             problems += [problem] if problem else []
             notes = [
@@ -128,7 +129,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
                 }
             )
             if attach:
-                writer.attach(source.path, kind="log")
+                writer.attach(source.path, kind=getattr(importer, "KIND", "log"))
         if not run.points and not run.records and not problems and _says(run.stated):
             said = (
                 f"{found[0][0].path.name}: no number was logged: the job ended, or was stopped, before its first report"
@@ -171,6 +172,13 @@ def rank_in_name(path: Path) -> int:
     """The rank that a file's name speaks of (``rank3.log``, ``train_rank_03.out``), else 0."""
     found = re.search(r"(?:^|[^a-z])rank[_\-.]?(\d{1,6})(?!\d)", path.name, re.IGNORECASE)
     return int(found[1]) if found else 0
+
+
+def rank_of(path: Path, importer: Importer) -> int:
+    """The rank that wrote a file, by its name: as the format names its files, where it has a way of its own."""
+    own: Callable[[Path], int | None] | None = getattr(importer, "rank_in_name", None)
+    found = rank_in_name(path) if own is None else own(path)
+    return found or 0
 
 
 def _recognised(source: Source) -> Importer | None:

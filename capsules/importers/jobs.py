@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EvidenceError
-from . import Importer, known, rank_in_name
+from . import Importer, known, rank_of
 from .run import Run
 from .source import Source
 
 #: Formats whose files are written by one run after another in one directory, whatever their steps.
 _SUCCESSIVE = ("TensorBoard", "flight")
+#: Formats of which each file shows a rank at one moment: two of one rank are two runs, or two moments of one.
+_MOMENTS = ("CUDA memory",)
 #: A file continues another where it begins after this share of the other's steps.
 _WELL_AFTER = 0.25
 
@@ -69,7 +71,7 @@ def part(path: Path, *, spanned: bool = True) -> Part:
     source = Source(path)
     importer = known(source)
     first, last = _span(source, importer) if spanned else (None, None)
-    return Part(path, importer.FORMAT, rank_in_name(path), first, last)
+    return Part(path, importer.FORMAT, rank_of(path, importer), first, last)
 
 
 def grouped(parts: Sequence[Part]) -> list[Job]:
@@ -161,6 +163,9 @@ class _Steps(Run):
     def record(self, stream: str, record: Mapping[str, Any], rank: int | None = None) -> None:
         pass
 
+    def tensor(self, name: str, array: Any, rank: int | None = None, **attributes: Any) -> None:
+        pass
+
     def columns(self, stream: str, length: int, columns: Any, rank: int | None = None) -> None:
         pass
 
@@ -175,6 +180,8 @@ def _span(source: Source, importer: Importer) -> tuple[int | None, int | None]:
     """First and last step, as head and tail tell them; None where they tell none."""
     if importer.FORMAT.startswith(_SUCCESSIVE):
         return None, None
+    if importer.FORMAT.startswith(_MOMENTS):
+        return 0, 0
     steps = _Steps()
     try:
         importer.read(_Excerpt(source.path), steps)
