@@ -25,6 +25,8 @@ _SIGNED = 256 * 1024
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: A JSON document may quote any log.
 _DOCUMENT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\{\s*[\"}]|\[\s*[\[{\"])")
+#: A name that says which rank of the job wrote the file.
+_RANKED = re.compile(r"(?:^|[^a-z])rank[_\-.]?\d", re.IGNORECASE)
 #: How a line begins that the runtime of a container keeps in a JSON object.
 _BOXED = b'{"log":"'
 #: Signs after which a last line without its end is complete all the same.
@@ -51,6 +53,7 @@ def sniff(source: Source) -> bool:
 def read(source: Source, out: Run) -> None:
     """Every known line, in file order."""
     log = Log(out)
+    log.modified, log.named = source.modified, bool(_RANKED.search(source.path.name))
     log.numbered = line_numbers(source.head.decode("utf-8", "replace"))
     known = programs()
     readers = [program.Lines(log) for program in known]

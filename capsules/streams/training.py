@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Count, Integer, Part, Record
+from .base import Count, Frame, Integer, Part, Record
 
 Kind = Literal["parameter", "buffer", "rng"]
 
@@ -53,6 +53,7 @@ class Event(Record):
     # exception, log
     type: str | None = None
     message: str | None = None
+    frames: list[Frame] | None = None
     level: str | None = None
     logger: str | None = None
     epoch: float | None = None

@@ -16,6 +16,7 @@ from .log import Log, Reader
 #: Asked in this order; the first that takes a line keeps it.
 MODULES = (
     "megatron",
+    "resilience",
     "torchtitan",
     "objects",
     "hf_stdout",
@@ -28,6 +29,7 @@ MODULES = (
     "checkpoints",
     "arguments",
     "pairs",
+    "skips",
 )
 
 

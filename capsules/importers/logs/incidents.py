@@ -1,6 +1,6 @@
-"""What goes wrong in any program: tracebacks, CUDA out of memory, NCCL and its watchdog, signals and the launcher.
+"""What goes wrong in any program: tracebacks, out of memory, collectives that time out, signals and the launcher.
 
-Each becomes an event. Judging them is the rules' work; here the evidence is kept, with the bytes that the text states.
+Each becomes an event. Judging them is the rules' work; here the evidence is kept, with the numbers that a text states.
 """
 
 from __future__ import annotations
@@ -8,37 +8,30 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .log import Log, count, size
+from .collectives import Collectives, Frame
+from .launcher import Launcher
+from .log import Log
+from .out_of_memory import parsed, phase_of
 
 FORMAT = ""
 NEEDED = b""
 SIGN = (
-    rb"Traceback \(most recent call last\):|out of memory\. Tried to allocate"
-    rb"|Watchdog caught collective operation timeout|NCCL WARN|ProcessGroupNCCL"
+    rb"Traceback \(most recent call last\):|out of memory\b.{0,200}Tried to allocate|[Oo]ut of memory: Kill"
+    rb"|Watchdog caught collective operation timeout|detected by watchdog at work|[Tt]imeout at NCCL work|NCCL WARN"
+    rb"|ProcessGroup(?:NCCL|Gloo)|failed to pass monitoredBarrier|oom-kill:constraint|oom[-_]kill event"
+    rb"|is running (?:inconsistent )?collective: CollectiveFingerPrint"
 )
 
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?::\s?(.*))?$")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Warning|Abort|StopIteration)\w*$")
-_OOM = re.compile(r"out of memory\. Tried to allocate ([\d.]+) ([KMGT]?i?B)")
-_OOM_NEW = re.compile(
-    r"GPU (\d+) has a total capac[it]+y of ([\d.]+) ([KMGT]?i?B) of which ([\d.]+) ([KMGT]?i?B) is free"
-)
-_OOM_NEW_OWN = re.compile(
-    r"allocated memory ([\d.]+) ([KMGT]?i?B) is allocated by PyTorch.{0,200}?"
-    r"and ([\d.]+) ([KMGT]?i?B) is reserved by PyTorch but unallocated"
-)
-_OOM_OTHERS = re.compile(r"Process (\d+) has ([\d.]+) ([KMGT]?i?B) memory in use")
-_OOM_OLD = re.compile(
-    r"\(GPU (\d+); ([\d.]+) ([KMGT]?i?B) total capacity; ([\d.]+) ([KMGT]?i?B) already allocated; "
-    r"([\d.]+) ([KMGT]?i?B) free; ([\d.]+) ([KMGT]?i?B) (?:reserved in total by PyTorch|cached)"
-)
+_FRAME = re.compile(r'\s*File "([^"\n]{1,1000})", line (\d{1,9}), in (\S{1,200})')
+#: How a log record of torch's launcher and of glog begins.
+_RECORD = re.compile(r"[DIWEF]\d{4} \d\d:")
 _NCCL_RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\]")
 _SIGNS = (
-    "Watchdog caught collective operation timeout",
-    "failure detected by watchdog",
-    "Timeout at NCCL work",
     "NCCL WARN",
+    "Heartbeat monitor timed out",
     "Some NCCL operations have failed or timed out",
     "DUE TO: CANCELLED",
     "slurmstepd: error",
@@ -49,18 +42,15 @@ _SIGNS = (
     "received SIGTERM",
     "Sending process",
     "Signal 9 (SIGKILL)",
-    "Out of memory: Killed process",
     "CUDA error:",
     "Xid (",
 )
-_LAUNCHER = re.compile(r"^\s+(rank|exitcode|host|time)\s+: (.*)$")
-_LAUNCHED_RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
 #: What Python prints above the traceback of an error that it goes on without.
 _IGNORED = ("Exception ignored in", "--- Logging error ---", "Error in atexit", "Exception in thread")
 #: Lines between a traceback's beginning and its error, of the same rank.
 _LONGEST = 2000
-#: Lines after an error that still belong to its message.
-_MORE = 4
+#: Lines after an error that still belong to its message; signs of its text that are read, and frames that are kept.
+_MORE, _READ, _MOST_FRAMES = 4, 16_384, 24
 
 
 class _Trace:
@@ -69,6 +59,8 @@ class _Trace:
     def __init__(self, indent: int, rank: int, step: int | None) -> None:
         self.indent, self.rank, self.step, self.lines = indent, rank, step, 0
         self.error: dict[str, Any] | None = None
+        self.text = ""
+        self.frames: list[Frame] = []  # outermost first, as it is printed
         self.ignored = False
         self.more = _MORE
 
@@ -80,17 +72,29 @@ class Lines:
         b"Traceback (most recent call last):",
         b"Exception i",
         b"--- Logging error",
-        b"out of memory. Tried",
+        b"ut of memory",
+        b"ut-of-memory",
         b"atchdog",
-        b"NCCL",
+        b"CCL",
+        b"ollective",
+        b"onitoredBarrier",
+        b"Timed out waiting",
+        b"eartbeat monitor",
         b"rror",
         b"SIG",
         b"CANCELLED",
-        b"Out of memory",
+        b"OOM",
+        b"oom",
         b"fault",
         b"Xid (",
+        b"rank  ",
         b"local_rank:",
         b"exitcode",
+        b"time  ",
+        b"host  ",
+        b"allocate",
+        b"Killed process",
+        b" low on memory",
     )
 
     def __init__(self, log: Log) -> None:
@@ -98,12 +102,13 @@ class Lines:
         self._traces: dict[int, _Trace] = {}
         self._ignored: set[int] = set()
         self._seen: set[tuple[int, str, str]] = set()
-        self._launched: int | None = None
+        self._collectives = Collectives(log)
+        self._launcher = Launcher(log)
 
     @property
     def open(self) -> bool:
-        """Whether a traceback has begun."""
-        return bool(self._traces)
+        """Whether a traceback has begun, or the stack of a collective."""
+        return bool(self._traces) or self._collectives.listing
 
     def take(self, line: str) -> bool:
         """Use one line."""
@@ -113,8 +118,8 @@ class Lines:
             return True
         if at >= 0:
             self._end(self._log.rank)
-            in_summary = "traceback :" in line[:at] and self._launched is not None
-            rank = self._launched if in_summary and self._launched is not None else self._log.rank
+            launched = self._launcher.rank if "traceback :" in line[:at] else None
+            in_summary, rank = launched is not None, self._log.rank if launched is None else launched
             indent = len(line) - len(line.lstrip()) if in_summary else at
             trace = self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
             trace.ignored = self._log.rank in self._ignored
@@ -123,28 +128,28 @@ class Lines:
         trace = self._traces.get(self._log.rank)
         if trace is not None and self._traced(trace, line):
             return True
-        if (found := _OOM.search(line)) is not None:
-            return self._oom(line, found, self._log.rank, "")
-        if (found := _LAUNCHER.match(line)) is not None:
-            return self._launcher(found[1], found[2])
-        if any(sign in line for sign in _SIGNS):
-            named = _NCCL_RANK.search(line)
-            rank = count(named[1] or named[2]) if named else None
-            self._log.event(
-                "log",
-                rank=rank,
-                level=_level(line),
-                logger=_logger(line),
-                message=line.strip()[:_LONGEST],
-                t=self._time(line),
-            )
+        if (memory := parsed(line)) is not None:
+            self._oom(line, memory, None, "")
+            if "NCCL WARN" not in line:
+                return True
+        if self._launcher.take(line):
             return True
-        return False
+        speaker = self._collectives.take(line)
+        if speaker is None and any(sign in line for sign in _SIGNS):
+            named = _NCCL_RANK.search(line)
+            speaker = int(named[1] or named[2]) if named and not self._log.told else self._log.rank
+        if speaker is None:
+            return False
+        fields: dict[str, Any] = {"level": _level(line), "logger": _logger(line), "message": line.strip()[:_LONGEST]}
+        self._log.event("log", rank=speaker, t=self._log.time(line), **fields)
+        return True
 
     def close(self) -> None:
         """The log ends here: an error that waited for more lines is complete."""
         for rank in list(self._traces):
             self._end(rank)
+        self._launcher.close(self._collectives.timed_out)
+        self._collectives.close()
 
     def _traced(self, trace: _Trace, line: str) -> bool:
         """A line while a traceback is open; False where it belongs to something else."""
@@ -155,6 +160,7 @@ class Lines:
             if text and trace.more and indent >= trace.indent and not _begins_anew(text):
                 trace.more -= 1
                 trace.error["message"] = f"{trace.error['message']} {text}"[:_LONGEST]
+                trace.text = f"{trace.text}\n{text}"[:_READ]
                 return True
             self._end(self._log.rank)
             return False
@@ -162,16 +168,20 @@ class Lines:
             del self._traces[self._log.rank]
             return False
         if indent > trace.indent and (indent > trace.indent + 1 or line[:1] == "\t"):
+            if (frame := _FRAME.match(line)) is not None:
+                trace.frames.append({"name": frame[3], "file": frame[1], "line": int(frame[2])})
+                del trace.frames[:-_MOST_FRAMES]
             return True
         found = _ERROR.match(text)
         if found is None or not (found[2] is not None or _ERROR_NAME.search(found[1]) or "." in found[1]):
             return False
         if found[2] is not None and not (_ERROR_NAME.search(found[1]) or "." in found[1] or found[1][:1].isupper()):
             return False
-        if (memory := _OOM.search(line)) is not None:
+        if (memory := parsed(line)) is not None:
             del self._traces[self._log.rank]
-            return self._oom(line, memory, trace.rank, found[1])
+            return self._oom(line, memory, trace, found[1])
         trace.error = {"type": found[1], "message": (found[2] or "")[:_LONGEST]}
+        trace.text = (found[2] or "")[:_READ]
         return True
 
     def _end(self, rank: int) -> None:
@@ -181,42 +191,24 @@ class Lines:
         if self._new(trace.rank, trace.error["type"], trace.error["message"]):
             if trace.ignored:
                 message = f"{trace.error['type']}: {trace.error['message']}"[:_LONGEST]
-                fields = {"level": "warning", "logger": "python", "message": message}
+                fields: dict[str, Any] = {"level": "warning", "logger": "python", "message": message}
                 self._log.run.event("log", step=trace.step, rank=trace.rank, **fields)
                 return
-            self._log.run.event("exception", step=trace.step, rank=trace.rank, **trace.error)
+            frames = trace.frames[::-1]
+            self._collectives.raised(trace.rank, trace.step, trace.text, frames)
+            self._log.run.event("exception", step=trace.step, rank=trace.rank, frames=frames or None, **trace.error)
 
-    def _oom(self, line: str, found: re.Match[str], rank: int, kind: str) -> bool:
-        entry: dict[str, Any] = {"requested": size(found[1], found[2]), "message": line.strip()[:_LONGEST]}
-        if (new := _OOM_NEW.search(line)) is not None:
-            entry |= {"capacity": size(new[2], new[3]), "free": size(new[4], new[5]), "device": count(new[1])}
-            if (own := _OOM_NEW_OWN.search(line)) is not None:
-                allocated, idle = size(own[1], own[2]), size(own[3], own[4])
-                entry["allocated"] = allocated
-                entry["reserved"] = allocated + idle if allocated is not None and idle is not None else None
-            others = [{"pid": count(pid), "bytes": size(n, unit)} for pid, n, unit in _OOM_OTHERS.findall(line)]
-            entry["other_processes"] = others or None
-        elif (old := _OOM_OLD.search(line)) is not None:
-            names = ("capacity", "allocated", "free", "reserved")
-            entry |= {name: size(old[2 * at + 2], old[2 * at + 3]) for at, name in enumerate(names)}
-            entry["device"] = count(old[1])
-        if kind or "Error:" in line:
+    def _oom(self, line: str, memory: dict[str, Any], trace: _Trace | None, kind: str) -> bool:
+        rank = self._log.rank if trace is None else trace.rank
+        frames = trace.frames[::-1] if trace is not None else []
+        entry: dict[str, Any] = {"message": line.strip()[:_LONGEST], "phase": phase_of(frames), **memory}
+        if "type" not in entry and (kind or "Error:" in line):
             entry["type"] = kind or line.split("Error:")[0].split()[-1] + "Error"
         if self._new(rank, "oom", entry["message"]):
-            self._log.event("oom", rank=rank, t=self._time(line), **entry)
+            self._launcher.ran_out(rank)
+            step = self._log.step if trace is None else trace.step
+            self._log.event("oom", rank=rank, step=step, t=self._log.time(line), frames=frames or None, **entry)
         return True
-
-    def _launcher(self, field: str, text: str) -> bool:
-        """The summary that torchrun prints of ranks that failed: which rank, and how it ended."""
-        if field == "rank":
-            found = _LAUNCHED_RANK.match(text)
-            self._launched = count(found[1]) if found else None
-            return found is not None
-        if field == "exitcode" and self._launched is not None:
-            message = f"exit code {text.strip()}"
-            self._log.event("log", rank=self._launched, level="error", logger="torchrun", message=message[:200])
-            return True
-        return False
 
     def _new(self, rank: int, kind: str, message: str) -> bool:
         """Whether an error was not printed before: launchers repeat what ranks have said already."""
@@ -227,19 +219,18 @@ class Lines:
             self._seen.add(key)
         return True
 
-    def _time(self, line: str) -> float | None:
-        return self._log.time(line)
-
 
 def _begins_anew(text: str) -> bool:
     """Whether a line is no continuation of a message: a log record, a rule of signs, a frame."""
-    return text[:1] in "[{=*-+" or text.startswith(
-        ("File ", "During handling", "The above exception", "W0", "E0", "I0")
+    return (
+        text[:1] in "[{=*-+"
+        or text.startswith(("File ", "During handling", "The above exception", "Traceback (most"))
+        or _RECORD.match(text) is not None
     )
 
 
 def _logger(line: str) -> str:
-    return "nccl" if "NCCL" in line or "atchdog" in line else "system"
+    return "nccl" if any(sign in line for sign in ("CCL", "atchdog", "Gloo", "collective", "Barrier")) else "system"
 
 
 def _level(line: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import calendar
+import datetime
 import re
+import time
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -16,7 +18,12 @@ _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9
 #: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), srun -l (``3: ``), mpirun (``[1,3]<stdout>:``).
 _WHO = re.compile(r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}): ) ?")
 _NUMBERED = re.compile(r"^(\d{1,9}): ", re.MULTILINE)
-_BYTES = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+#: glog's and Python's own: ``[E1206 18:44:12.715298746 …``, ``[rank1]:[E626 06:24:44.9…``: month and day, no year.
+_SHORT_TIME = re.compile(r"(?:^|[\[\s:])[DIWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
+#: What names a rank of the whole job; other prefixes may count the processes of one machine.
+_GLOBAL = "[rank"
+_TWO_DAYS = 2 * 86_400
+_BYTES = {"B": 1, "BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 class Reader(Protocol):
@@ -60,6 +67,8 @@ class Log:
         step: the last training step that any line spoke of.
         numbered: whether ``12: `` before a line is its number, as grep -n writes it, and no rank.
         leader: the program whose lines report training steps; empty before the first.
+        told: whether the line, or the file's name, says surely which rank of the job prints.
+        modified: Unix seconds of the file's last modification: what tells the year where lines tell none.
     """
 
     def __init__(self, run: Run) -> None:
@@ -69,6 +78,8 @@ class Log:
         self.step: int | None = None
         self.leader = ""
         self.numbered = False
+        self.told = self.named = False
+        self.modified = 0.0
         self._day, self._midnight = ("", "", ""), 0
 
     def scalar(
@@ -91,7 +102,7 @@ class Log:
         """Unix seconds of the time stamp near the beginning of a line. Logs name no time zone: read as UTC."""
         found = _TIME.search(line, 0, 120)
         if found is None:
-            return None
+            return self._short_time(line)
         year, month, day, hour, minute, second, fraction = found.groups()
         if (year, month, day) != self._day:
             try:
@@ -102,12 +113,30 @@ class Log:
         whole = self._midnight + int(hour) * 3600 + int(minute) * 60 + int(second)
         return whole + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
 
+    def _short_time(self, line: str) -> float | None:
+        """A time without its year: that of the lines before, else of the file, which is no older than its lines."""
+        found = _SHORT_TIME.search(line, 0, 120)
+        if found is None or not self.modified:
+            return None
+        month, day, hour, minute, second = (int(each) for each in found.groups()[:5])
+        year = int(self._day[0]) if self._day[0] else time.gmtime(self.modified).tm_year
+        try:
+            datetime.date(year, month, day)
+            whole = calendar.timegm((year, month, day, hour, minute, second))
+            if not self._day[0] and whole > self.modified + _TWO_DAYS:
+                whole = calendar.timegm((year - 1, month, day, hour, minute, second))
+        except (ValueError, OverflowError):
+            return None
+        return whole + int(found[6]) / 10 ** len(found[6])
+
     def owner(self, line: str) -> str:
         """Take the prefix off that says which rank printed the line, and remember the rank."""
         self.rank = self.home
+        self.told = self.named
         while (found := _WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
                 self.rank = int(found[1] or found[2] or found[3])
+                self.told = line.startswith(_GLOBAL)
             line = line[found.end() :]
         return line
 

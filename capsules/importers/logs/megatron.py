@@ -1,4 +1,4 @@
-"""Lines of Megatron-LM and its forks: iterations, validation, timers, memory, rerun and straggler reports."""
+"""Lines of Megatron-LM and its forks: iterations, validation, timers, memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _VALIDATION = re.compile(r"validation loss at (?:iteration\s+(\d+)|the end of training)([^|]*)\|(.*)")
 _TIMERS = re.compile(r"time \(ms\) \|(.*)")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \|(.*)")
-_RERUN = re.compile(r"Unexpected result .{1,80}? on rank (\d+) at iteration #(\d+)")
-_TRACKED = re.compile(r"\brank=(\d+)\b.{0,200}?\biteration=(\d+)\b.{0,100}?\bstatus=(\S+)")
-_STRAGGLER = re.compile(r"MnRtt/Rnk:")
-
 #: What a key is called here, with the factor to the unit and the unit.
 _NAMES: dict[str, tuple[str, float, str]] = {
     "lm loss": ("loss", 1.0, ""),
@@ -45,7 +41,7 @@ _MIB = float(1 << 20)
 class Lines(Stateless):
     """Reads them. Megatron prints from the last rank; a line that names no rank is rank 0's here."""
 
-    marks = (b"iteration", b"time (ms) |", b"MnRtt/Rnk:")
+    marks = (b"iteration", b"time (ms) |")
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -61,7 +57,7 @@ class Lines(Stateless):
             return self._memory(found)
         if (found := _TIMERS.search(line)) is not None:
             return self._timers(found[1])
-        return self._report(line)
+        return False
 
     def _iteration(self, line: str, found: re.Match[str]) -> bool:
         step = count(found[1])
@@ -124,14 +120,3 @@ class Lines(Stateless):
             if (value := number(text)) is not None:
                 self._log.scalar(f"time {name.strip()}", step, value * 1e-3, unit="s")
         return True
-
-    def _report(self, line: str) -> bool:
-        for pattern in (_RERUN, _TRACKED):
-            if (found := pattern.search(line)) is not None:
-                rank, step = count(found[1]), count(found[2])
-                self._log.event("log", rank=rank, step=step, level="error", logger="rerun", message=line.strip()[:2000])
-                return True
-        if _STRAGGLER.search(line) is not None:
-            self._log.event("log", level="info", logger="straggler", message=line.strip()[:2000])
-            return True
-        return False

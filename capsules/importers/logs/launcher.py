@@ -1,0 +1,88 @@
+"""The summary that torchrun prints of ranks that failed: which rank ended how, and when."""
+
+from __future__ import annotations
+
+import calendar
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .log import Log, count
+
+#: Names are padded to ten signs, which a configuration's are not.
+_FIELD = re.compile(r"^\s{1,20}(?=[a-z ]{10}: )(rank|exitcode|host|time) {2,6}: (.*)$")
+_RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
+_EXIT = re.compile(r"(-?\d{1,6})\b(?:.*\((SIG[A-Z0-9]{1,12})\))?")
+_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[_ T](\d\d):(\d\d):(\d\d)")
+
+
+class Launcher:
+    """Reads it. A rank's exit is written at the end, when it is known whether it ran out of memory or waited.
+
+    Attributes:
+        rank: the rank that the summary speaks of now; None outside one.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self.rank: int | None = None
+        self._before: dict[str, Any] = {}
+        self._exits: dict[int, dict[str, Any]] = {}
+        self._out_of_memory: set[int] = set()
+
+    def ran_out(self, rank: int) -> None:
+        """A rank ran out of memory."""
+        self._out_of_memory.add(rank)
+
+    def take(self, line: str) -> bool:
+        """Use one line of a summary."""
+        found = _FIELD.match(line)
+        if found is None:
+            return False
+        field, text = found[1], found[2].strip()
+        if field == "rank":
+            named = _RANK.match(text)
+            self.rank = count(named[1]) if named else None
+            if self.rank is not None:
+                self._exits.setdefault(self.rank, {}).update(self._before)
+            self._before = {}
+            return self.rank is not None
+        if field in ("time", "host"):  # printed before the rank
+            value = _seconds(text) if field == "time" else text[:200]
+            self._before[field] = value
+            return value is not None
+        if self.rank is None:
+            return False
+        if field == "exitcode":
+            ended = _EXIT.match(text)
+            self._exits[self.rank].update(code=int(ended[1]) if ended else None, signal=ended[2] if ended else None)
+            message, time = f"exit code {text}"[:200], self._exits[self.rank].get("time")
+            self._log.event("log", rank=self.rank, level="error", logger="torchrun", message=message, t=time)
+        return True
+
+    def close(self, timed_out: Callable[[int], bool]) -> None:
+        """The log ends here; ``timed_out`` says of a rank whether its watchdog gave up."""
+        for rank, said in self._exits.items():
+            code = said.get("code")
+            if code is None:
+                continue
+            kind = "ok" if code == 0 else "exception" if 0 < code < 128 else "signal"
+            if rank in self._out_of_memory:
+                kind = "oom"
+            elif kind == "signal" and code not in (-9, -15, 137, 143) and timed_out(rank):
+                kind = "hang"
+            message = f"exit code {code}" + (f" ({said['signal']})" if said.get("signal") else "")
+            ended = {"kind": kind, "message": message, "t": said.get("time")}
+            left = {name: value for name, value in ended.items() if value is not None}
+            self._log.run.record("ranks", {"host": said.get("host"), "exit": left}, rank)
+
+
+def _seconds(text: str) -> float | None:
+    """Unix seconds of ``2026-11-30_07:25:26``; the launcher names no time zone: read as UTC, like a log's lines."""
+    found = _TIME.match(text)
+    if found is None:
+        return None
+    try:
+        return float(calendar.timegm(tuple(int(each) for each in found.groups())))  # pyright: ignore[reportArgumentType]
+    except (ValueError, OverflowError):
+        return None

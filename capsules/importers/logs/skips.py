@@ -1,0 +1,69 @@
+"""Samples that a data loader leaves out, in the words of whoever wrote it: ``skipped sample: 12 < min_loss_tokens 32``.
+
+A rank that leaves out more than others runs fewer steps: each line is an event, and the count goes to ``ranks``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .log import Log, count
+
+FORMAT = ""
+NEEDED = b"kipp"
+SIGN = rb"\b[Ss]kipp(?:ed|ing) (?:sample|micro-?batch|batch)\b[^\n]{0,80}\d"
+
+_THING = r"(?:micro-?batch|mini-?batch|batch|sample|example|sequence|row|document|instance|item|record|conversation)"
+_LEFT_OUT = re.compile(
+    r"\b(?:[Ss]kipp(?:ed|ing)|SKIPP(?:ED|ING)|[Dd]ropp(?:ed|ing)|[Dd]iscard(?:ed|ing)|[Ff]ilter(?:ed|ing) out)"
+    rf"\s+(?:(\d{{1,12}})\s+)?(?:(?!first\b|next\b|last\b|already\b|to\b|optimizer\b|no\b)[a-z][\w-]{{0,20}}\s+)?{_THING}"
+    r"(?:es|s)?\b(?!\s*(?:size|norm|dim|loss))"
+)
+#: A skip that belongs to a resume, or is announced and not done.
+_NOT_ONE = re.compile(
+    r"\b(?:first|resum|fast[- ]forward|will skip|no samples|drop_last|if |already trained)", re.IGNORECASE
+)
+#: A count of all so far, not another one: ``skipped samples: 3 |``.
+_COUNTER = re.compile(r"(?<=s)\s*[:=]\s*\d+\s*(?:[,|]|$)")
+_IGNORED = re.compile(r"This instance will be ignored in loss calculation")
+_REASON = re.compile(r"(?:[:;—–-]|\(|\bbecause\b|\bdue to\b|\bsince\b|\bas\b)\s*(.{3,200})")
+#: Events of one rank that are kept.
+_MOST = 1000
+
+
+class Lines:
+    """Counts them a rank."""
+
+    open = False
+    marks = (b"kipp", b"KIPP", b"ropp", b"iscard", b"iltered out", b"iltering out", b"ignored in loss")
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._left_out: dict[int, int] = {}
+        self._reasons: dict[int, str] = {}
+
+    def take(self, line: str) -> bool:
+        """Use one line."""
+        found = _LEFT_OUT.search(line)
+        if found is None and _IGNORED.search(line) is None:
+            return False
+        if found is not None and (_NOT_ONE.search(line) or _COUNTER.match(line, found.end())):
+            return False
+        rank = self._log.rank
+        number = count(found[1]) if found is not None and found[1] else 1
+        said = self._left_out.get(rank, 0)
+        self._left_out[rank] = min(said + (number or 0), 2**53)
+        reason = _REASON.search(line, found.end()) if found is not None else None
+        words = reason[1].strip(" ).") if reason else line.strip()[:200]
+        self._reasons.setdefault(rank, words)
+        if said < _MOST:
+            message = line.strip()[:500]
+            fields: dict[str, Any] = {"level": "info", "logger": "data", "samples_skipped": number}
+            self._log.event("log", t=self._log.time(line), message=message, **fields)
+        return True
+
+    def close(self) -> None:
+        """The log ends here."""
+        for rank, number in self._left_out.items():
+            self._log.run.record("ranks", {"samples_skipped": number, "skip_reason": self._reasons[rank]}, rank)
