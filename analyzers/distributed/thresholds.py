@@ -1,11 +1,68 @@
-"""Every threshold of the distributed rules."""
+"""Every threshold of the rules on calls that ranks make together."""
 
-# -- steps, speed, replicas, data, gradients, buffers, paths
+#: Ranks that must have made a call for a majority among them to decide which is the deviating one.
+DECIDING_RANKS = 3
+#: Calls that one rank may have skipped, or made in addition, in one place.
+LONGEST_EDIT = 64
+#: Calls behind the first difference that are compared to tell a skipped call from another one.
+COMPARED = 256
+#: Calls of the common history by which a continuation that nobody has made yet is foretold.
+CONTEXT = 3
+#: Differences that are named in one group.
+DIFFERENCES = 4
+#: Calls by which ranks may lie apart in dumps of a job that runs, each with its newest call in flight.
+APART = 3
+#: Seconds after which a call without a known time-out is overdue: NCCL's default, and Gloo's.
+NCCL_TIMEOUT_S, GLOO_TIMEOUT_S = 600.0, 1800.0
+#: Seconds of waiting, and multiple of the longest completed call of the group, that are a standstill when a job was
+#: killed before the time-out.
+STANDSTILL_S, STANDSTILL_FACTOR = 30.0, 20.0
+#: Ranks that are listed one by one in a sentence.
+LISTED = 8
+#: Seconds by which an exit may lie behind the calls that wait for the rank and still be the reason (clocks differ).
+CLOCK_S = 2.0
+
+# -- accounts of ranks: steps, speed, replicas, data, gradients, buffers, paths
 
 #: Ranks listed one by one in evidence.
 RANKS_SHOWN = 16
+
 #: distributed/uneven-steps: counts so far apart are no job that was cut within a step.
 STEPS_APART = 2
 #: Steps whose micro-batches are compared; share of them that differ from which on batches are filled by tokens; steps
 #: below which that share says nothing.
 MOST_STEPS, DYNAMIC_SHARE, STEPS_TO_COMPARE = 100_000, 0.2, 3
+
+#: distributed/duplicate-data: share of a rank's rows that another has at the same place, rows that it must be.
+DUPLICATE_SHARE, FEWEST_ROWS = 0.5, 2
+#: Chance of so many by independent draws, at the same places (from no more samples than were seen, though there will be
+#: more) and at any.
+AT_ONE_PLACE, BY_CHANCE = 1e-3, 1e-6
+#: Share of a rank's rows that must be new ones; share of samples that several ranks draw at different steps.
+NEW_ROWS, SPREAD_SHARE = 0.5, 0.2
+#: Captured batches, and rows of each, that are read where no digests were recorded.
+BATCHES_READ, ROWS_READ = 256, 512
+
+#: distributed/straggler: relative speed; least cost of a step, in seconds and as a share of the step; share of the
+#: steps in which the same rank is slow; share of the loss that late input explains.
+SLOW, LOST_SECONDS, LOST_SHARE, PERSISTENT, EXPLAINED = 0.7, 5e-3, 0.1, 0.6, 0.6
+#: Steps left out at the start (a third of them at most), steps read, and fewest steps that say anything.
+WARM_UP_STEPS, STEPS_READ, FEWEST_PIECES = 3, 2000, 3
+#: Fewest calls of all ranks, and pieces they are cut into; quantile of a rank's distance that is its clock's.
+FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 6, 40, 0.05
+#: Steps, and share and seconds of a step, from which on a loss that moves from rank to rank is worth a remark.
+TURNS, TURNS_SHARE, TURNS_SECONDS = 20, 0.3, 0.02
+
+#: distributed/gradient-scale: share by which norms of one gradient differ on replicas at most; steps that must differ
+#: (fewer where there are fewer); share beyond the mean of the local norms; share by which norms of equal ones differ.
+SAME_NORM, NORM_STEPS, BEYOND_MEAN, EQUAL_NORM = 1e-3, 2, 0.01, 1e-4
+#: Share of the steps at which a scale must show.
+MOST_OF_STEPS = 0.5
+
+#: distributed/unwaited-buffer: calls that a rank makes later, where steps are not known, from which on a wait is no
+#: longer to come.
+CALLS_LATER = 64
+
+#: distributed/scaling: efficiency; share by which throughputs differ at most that may be of one rank each; share of the
+#: proportional growth of the global batch; share of communication in a step.
+EFFICIENT, LEVEL, GROWN, COMMUNICATING = 0.7, 0.1, 0.75, 0.3

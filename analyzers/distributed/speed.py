@@ -1,0 +1,310 @@
+"""The slow rank that the others wait for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..finding import Evidence, Finding, Where
+from ..registry import NotCaptured, rule
+from ..series import curve
+from . import thresholds as T
+from .layout import Layout, hosts, layout
+from .timing import Timing, last_arrivals, timings
+from .words import named_ranks
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+
+@rule(
+    "distributed/straggler",
+    stage="distributed",
+    severity="warning",
+    needs=(
+        "scalars.communication_time|scalars.step_time|scalars.data_time|scalars.estimated_throughput"
+        "|scalars.round_trip_time|records.ranks.compute_ms|records.ranks.communication_ms|records.profile"
+        "|records.collectives.t_created",
+    ),
+    cases=("more-gpus-slower",),
+)
+def straggler(capsule: Capsule) -> Iterator[Finding]:
+    """One rank is slower than the others, which wait for it at every step.
+
+    What it checks:
+        The time that each rank spends inside collectives and outside of them: of every step, of traces, as means a
+        rank, or from the creation and completion of the calls themselves.
+
+    Why it matters:
+        A synchronous job runs at the pace of its slowest rank. The steps of all ranks take equally long, and the ranks
+        with the longest time in communication are the ones that wait: the slow one is the rank that hardly waits.
+
+    How it decides:
+        A rank's own time is the step without its collectives. Relative speed is the median own time of the others of
+        the same pipeline stage over that of the rank: below 0.7, in the median over the steps after the warm-up and in
+        at least 60 % of them, while it costs 10 % of the step and 5 ms or more. The share of calls to which it came
+        last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank to
+        rank: that is work of unequal length, no slow rank.
+
+    Looks like it but is not:
+        Ranks that wait: they show the longest times in collectives. Warm-up, one slow step for a checkpoint or an
+        evaluation on rank 0; stages of a pipeline with different work; clocks that differ; the rank that reads the data
+        for its tensor-parallel peers.
+
+    What to try next:
+        Swap the node of the rank with a spare: the slowness moves with the node (hardware) or stays with the rank
+        (data, code). Clocks, temperature and other processes of the device; time of the loader alone.
+
+    Fix:
+        Replace or repair the device; take logging, checkpoints and evaluation off the rank's critical path; more
+        loader workers, or data near the node.
+    """
+    where = layout(capsule)
+    looked = False
+    taking_turns: Finding | None = None
+    for timing in timings(capsule):
+        looked = True
+        slow = _slow(timing, where)
+        if slow is not None:
+            yield _finding(capsule, timing, slow)
+            return
+        taking_turns = taking_turns or _turns(timing, where)
+    if not looked:
+        raise NotCaptured("times of at least two ranks")
+    if taking_turns is not None:
+        yield taking_turns
+
+
+@dataclass(frozen=True)
+class _Slow:
+    """A rank, its speed beside the others, and what it costs a step (seconds)."""
+
+    ranks: list[int]
+    speed: float
+    own: float
+    others: float
+    lost: float
+    whole: float
+    share: float
+    first: int
+    pieces: int
+    inputs: bool
+
+
+def _pieces(timing: Timing) -> list[int]:
+    """Steps to judge: without the warm-up."""
+    steps = sorted(timing.own)
+    skip = min(T.WARM_UP_STEPS, len(steps) // 3)
+    return steps[skip : skip + T.STEPS_READ]
+
+
+def _peers(ranks: Sequence[int], where: Layout | None) -> list[list[int]]:
+    """Ranks with the same work."""
+    by_stage: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_stage[where.stage(rank) if where is not None else 0].append(rank)
+    return [each for each in by_stage.values() if len(each) > 1]
+
+
+def _losses(timing: Timing, where: Layout | None) -> dict[int, dict[int, tuple[float, float]]]:
+    """Rank → piece → (own time, that of its peers), in seconds."""
+    found: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+    for piece in _pieces(timing):
+        own = timing.own[piece]
+        for peers in _peers(sorted(own), where):
+            values = np.array([own[rank] for rank in peers])
+            for at, rank in enumerate(peers):
+                found[rank][piece] = (float(values[at]), float(np.median(np.delete(values, at))))
+    return found
+
+
+def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
+    losses = _losses(timing, where)
+    found: list[_Slow] = []
+    needed = 1 if not timing.steps and len(timing.own) == 1 else T.FEWEST_PIECES
+    everything = len(_pieces(timing))
+    for rank, pieces in losses.items():
+        if len(pieces) < min(needed, max(1, everything)) or everything < needed:
+            continue
+        whole = float(np.median([timing.whole[piece] for piece in pieces]))
+        lost = np.array([own - others for own, others in pieces.values()])
+        speeds = np.array([others / own if own > 0 else math.inf for own, others in pieces.values()])
+        slow = (speeds < T.SLOW) & (lost >= max(T.LOST_SECONDS, T.LOST_SHARE * whole))
+        if float(np.median(lost)) < max(T.LOST_SECONDS, T.LOST_SHARE * whole):
+            continue
+        # Reported by extremes alone, a rank has no point where it was not one.
+        if slow.sum() < T.PERSISTENT * max(everything, len(pieces)) or float(np.median(speeds)) >= T.SLOW:
+            continue
+        own, others = (float(np.median([each[at] for each in pieces.values()])) for at in (0, 1))
+        data = [timing.data.get(piece, {}).get(rank) for piece in pieces]
+        peers = [
+            float(np.median([v for r, v in timing.data.get(piece, {}).items() if r != rank] or [math.nan]))
+            for piece in pieces
+        ]
+        excess = [mine - theirs for mine, theirs in zip(data, peers, strict=True) if mine is not None]
+        inputs = bool(excess) and float(np.median(excess)) >= T.EXPLAINED * float(np.median(lost))
+        if inputs and where is not None and (where.has("tensor") or where.has("context")):
+            continue  # it reads for its peers
+        first = next(piece for piece, is_slow in zip(pieces, slow, strict=True) if is_slow)
+        share = float(np.median(lost)) / whole if whole > 0 else 0.0
+        speed, cost = float(np.median(speeds)), float(np.median(lost))
+        found.append(_Slow([rank], speed, own, others, cost, whole, share, first, len(pieces), inputs))
+    if not found or len(found) > max(1, len(losses) // 2):  # where most are "slow", there is no norm
+        return None
+    worst = min(found, key=lambda each: each.speed)
+    ranks = [each.ranks[0] for each in sorted(found, key=lambda each: each.speed)]
+    return _Slow(
+        ranks,
+        *(getattr(worst, name) for name in ("speed", "own", "others", "lost", "whole", "share", "first", "pieces")),
+        worst.inputs,
+    )
+
+
+def _turns(timing: Timing, where: Layout | None) -> Finding | None:
+    """A large loss at most steps, by another rank each time."""
+    losses = _losses(timing, where)
+    if not losses or not timing.waited or len(_pieces(timing)) < T.TURNS:
+        return None
+    worst: Counter[int] = Counter()
+    shares: list[float] = []
+    for piece in _pieces(timing):
+        lost = {rank: each[piece][0] - each[piece][1] for rank, each in losses.items() if piece in each}
+        if not lost or timing.whole[piece] < T.TURNS_SECONDS:
+            continue
+        rank = max(lost, key=lambda each: lost[each])
+        worst[rank] += 1
+        shares.append(lost[rank] / timing.whole[piece])
+    if len(shares) < T.TURNS or float(np.median(shares)) < T.TURNS_SHARE or max(worst.values()) > len(shares) / 2:
+        return None
+    share = float(np.median(shares))
+    return Finding(
+        severity="info",
+        kind="hygiene",
+        title="Ranks take turns at being slow",
+        summary=(
+            f"In the median step {share:.0%} is lost waiting for the slowest rank, and it is another one each time: "
+            f"{len(worst)} ranks in {len(shares)} steps."
+        ),
+        evidence=(
+            Evidence(name="share of the step lost", value=share, expected=f"< {T.TURNS_SHARE:g}", note=timing.source),
+            Evidence(
+                name="steps of the most frequent rank", value=max(worst.values()), expected=f"≤ {len(shares) / 2:g}"
+            ),
+        ),
+        cause="the ranks' work differs from step to step, as with rows of unequal length",
+        next=("compare tokens a rank and step with the time of the step",),
+        fix=("batches of equal token counts, or rows sorted by length across the ranks",),
+    )
+
+
+def _finding(capsule: Capsule, timing: Timing, slow: _Slow) -> Finding:
+    rank = slow.ranks[0]
+    unit = "of a step" if timing.steps else "of a piece" if slow.pieces > 1 else "of a step"
+    relative = timing.source == "reported throughput"
+    cost = f"{slow.share:.0%} {unit}" if relative else f"{_ms(slow.lost)}, {slow.share:.0%} {unit}"
+    also = f"; as do {named_ranks(slow.ranks[1:])}" if slow.ranks[1:] else ""
+    reason = "waiting for its input" if slow.inputs else "outside collectives"
+    times = "" if relative else f" ({_ms(slow.own)} of its own {reason}, the others {_ms(slow.others)})"
+    waits = _median(timing.waited, rank)
+    others = [_median(timing.waited, each) for each in _ranks(timing) if each not in slow.ranks]
+    known = [each for each in others if each is not None]
+    last, calls = last_arrivals(capsule)
+    named = hosts(capsule).get(rank)
+    return Finding(
+        confidence="likely",
+        title="A rank is slower than the others",
+        summary=(
+            f"Rank {rank}{f' on {named}' if named else ''} runs at {slow.speed:.2f} of the speed of the others{times}"
+            f" and costs {cost}{also}."
+        ),
+        where=Where(step=slow.first if timing.steps else None, rank=rank),
+        evidence=(
+            Evidence(
+                name="relative speed", value=slow.speed, expected=f"≥ {T.SLOW:g}", note=f"rank {rank}; {timing.source}"
+            ),
+            *(
+                []
+                if relative
+                else [Evidence(name="own time", value=slow.own, expected=slow.others, unit="s", note=f"rank {rank}")]
+            ),
+            *(
+                [
+                    Evidence(
+                        name="time in collectives",
+                        value=waits,
+                        expected=float(np.median(known)),
+                        unit="s",
+                        note=f"rank {rank}; the least of all is that of the slow rank",
+                    )
+                ]
+                if waits is not None and known
+                else []
+            ),
+            Evidence(name="share of the step lost", value=slow.share, expected=f"< {T.LOST_SHARE:g}"),
+            *(
+                [
+                    Evidence(
+                        name="share of calls it came to last",
+                        value=last[rank] / calls,
+                        expected=f"≤ {_percentile_of_turns(calls, len(last)):.2f}",
+                        note=f"{calls} calls",
+                    )
+                ]
+                if rank in last and calls
+                else []
+            ),
+            *_device(capsule, slow.ranks[0]),
+        ),
+        cause="its input comes late: the loader of this rank is slow"
+        if slow.inputs
+        else "this rank computes more slowly",
+        next=(
+            "time the loader of this rank alone"
+            if slow.inputs
+            else "swap the rank to a spare node and see whether the slowness moves",
+            "other processes, clocks and temperature of the device",
+        ),
+        fix=(
+            "more loader workers, or data near the node"
+            if slow.inputs
+            else "replace or repair the device, or take the extra work off this rank",
+        ),
+    )
+
+
+def _device(capsule: Capsule, rank: int) -> list[Evidence]:
+    """Temperature, power, clock and load of the slow device beside the others', where they were logged."""
+    found: list[Evidence] = []
+    for name, unit in (("gpu_temperature", "°C"), ("gpu_power", "W"), ("gpu_clock", "MHz"), ("gpu_utilization", "")):
+        ranks = {key.rank for key in capsule.scalar_keys() if key.name == name and key.side is None}
+        values = {each: curve(capsule, name, each).finite().value for each in ranks}
+        medians = {each: float(np.median(value)) for each, value in values.items() if value.size}
+        others = [value for each, value in medians.items() if each != rank]
+        if rank in medians and others:
+            expected = float(np.median(others))
+            found.append(Evidence(name=name, value=medians[rank], expected=expected, unit=unit, note=f"rank {rank}"))
+    return found
+
+
+def _percentile_of_turns(calls: int, ranks: int) -> float:
+    """95th percentile of the share of last arrivals of one of ``ranks`` that take turns, normal approximation."""
+    share = 1 / ranks
+    return min(1.0, share + 1.645 * math.sqrt(share * (1 - share) / calls))
+
+
+def _ranks(timing: Timing) -> list[int]:
+    return sorted({rank for each in timing.own.values() for rank in each})
+
+
+def _median(values: Mapping[int, Mapping[int, float]], rank: int) -> float | None:
+    listed = [each[rank] for each in values.values() if rank in each]
+    return float(np.median(listed)) if listed else None
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"

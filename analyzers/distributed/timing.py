@@ -1,0 +1,326 @@
+"""How long each rank worked by itself and how long it waited in collectives, from whatever was recorded.
+
+All ranks leave a collective together, so their steps take equally long: what tells the slow one is that it hardly
+waits. Time of a rank's own is what its collectives leave of the step, on that rank's clock alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+
+from ..series import curve
+from . import thresholds as T
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+ByRank = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each rank, piece by piece; a piece is a step, or the calls between two others.
+
+    ``own`` is the time outside collectives, ``waited`` inside them, ``whole`` that of the slowest rank; ``data`` the
+    waiting for input, where known. ``source`` says in words where the numbers are from.
+    """
+
+    source: str
+    own: Mapping[int, ByRank]
+    whole: Mapping[int, float]
+    waited: Mapping[int, ByRank] = field(default_factory=dict[int, ByRank])
+    data: Mapping[int, ByRank] = field(default_factory=dict[int, ByRank])
+    steps: bool = True
+
+
+def timings(capsule: Capsule) -> Iterator[Timing]:
+    """Every view of the ranks' times that the evidence allows, the most telling first."""
+    sources: tuple[Callable[[Capsule], Timing | None], ...] = (
+        _scalars,
+        _profiles,
+        _summaries,
+        _calls,
+        _arrivals,
+        _reported,
+        _inputs,
+        _unsynchronised,
+    )
+    for source in sources:
+        found = source(capsule)
+        if found is not None:
+            yield found
+
+
+def _series(capsule: Capsule, name: str) -> dict[int, dict[int, float]]:
+    """Step → rank → finite value ≥ 0."""
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for rank in sorted({key.rank for key in capsule.scalar_keys() if key.name == name and key.side is None}):
+        points = curve(capsule, name, rank).finite()
+        for step, value in zip(points.step.tolist(), points.value.tolist(), strict=True):
+            if value >= 0:
+                found[step][rank] = value
+    return found
+
+
+def _several(found: Mapping[int, ByRank]) -> dict[int, ByRank]:
+    return {step: each for step, each in sorted(found.items()) if len(each) > 1}
+
+
+def _scalars(capsule: Capsule) -> Timing | None:
+    """Time in collectives of every step beside the time of the step."""
+    waited, spent = _series(capsule, "communication_time"), _series(capsule, "step_time")
+    own: dict[int, ByRank] = {}
+    whole: dict[int, float] = {}
+    for step, each in waited.items():
+        both = {rank: spent[step][rank] - wait for rank, wait in each.items() if rank in spent.get(step, {})}
+        if len(both) > 1:
+            own[step] = {rank: max(0.0, value) for rank, value in both.items()}
+            whole[step] = max(spent[step].values())
+    if not own:
+        return None
+    return Timing("step_time − communication_time of each step", own, whole, waited, _series(capsule, "data_time"))
+
+
+def _profiles(capsule: Capsule) -> Timing | None:
+    """Traces of several ranks, step by step."""
+    own: dict[int, ByRank] = defaultdict(dict)
+    waited: dict[int, ByRank] = defaultdict(dict)
+    data: dict[int, ByRank] = defaultdict(dict)
+    whole: dict[int, float] = {}
+    for record in capsule.records("profile"):
+        step, rank = record.get("step"), record["rank"]
+        window, communication = _ms(record, "window_ms"), _ms(record, "communication_ms")
+        if isinstance(step, int) and window is not None and communication is not None:
+            own[step][rank] = max(0.0, window - communication)
+            waited[step][rank] = communication
+            whole[step] = max(window, whole.get(step, 0.0))
+            if (input_time := _ms(record, "data_ms")) is not None:
+                data[step][rank] = input_time
+    own = _several(own)
+    return Timing("traces: window − communication of each step", own, whole, waited, data) if own else None
+
+
+def _summaries(capsule: Capsule) -> Timing | None:
+    """One mean a rank."""
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for record in (*capsule.records("profile"), *capsule.records("ranks")):
+        for name in ("compute_ms", "communication_ms", "data_ms", "window_ms"):
+            if (value := _ms(record, name)) is not None:
+                rows[record["rank"]][name] = value
+    communicating = {rank: each for rank, each in rows.items() if "communication_ms" in each}
+    if len(communicating) > 1:
+        parts = ("compute_ms", "communication_ms", "data_ms")
+        whole = max(max(each.get("window_ms", 0.0), sum(each.get(p, 0.0) for p in parts)) for each in rows.values())
+        waited = {rank: each["communication_ms"] for rank, each in communicating.items()}
+        own = {rank: max(0.0, whole - wait) for rank, wait in waited.items()}
+        source = "means a step: the step − communication"
+    else:
+        own = {rank: each["compute_ms"] for rank, each in rows.items() if "compute_ms" in each}
+        waited, whole, source = {}, max(own.values(), default=0.0), "means a step: computation"
+    if len(own) < 2 or whole <= 0:
+        return None
+    data = {rank: each["data_ms"] for rank, each in rows.items() if "data_ms" in each}
+    return Timing(source, {0: own}, {0: whole}, {0: waited} if waited else {}, {0: data} if data else {}, steps=False)
+
+
+@dataclass(frozen=True)
+class _Call:
+    created: float
+    completed: float | None
+
+
+def _made(capsule: Capsule) -> dict[tuple[str, int], dict[int, _Call]]:
+    """(group, seq) → rank → times, of calls of all ranks of a group."""
+    found: dict[tuple[str, int], dict[int, _Call]] = defaultdict(dict)
+    for record in capsule.records("collectives"):
+        created, seq = record.get("t_created"), record.get("seq")
+        if record.get("p2p") or not isinstance(seq, int) or not _is_time(created):
+            continue
+        completed = record.get("t_completed")
+        ended = float(completed) if _is_time(completed) and completed >= created else None
+        found[str(record.get("group") or "0"), seq][record["rank"]] = _Call(float(created), ended)
+    return found
+
+
+def _chain(made: Mapping[tuple[str, int], dict[int, _Call]]) -> tuple[list[int], list[tuple[str, int]]]:
+    """The ranks of the group that made most calls together, and those calls in order."""
+    members: dict[str, set[int]] = defaultdict(set)
+    for (group, _), each in made.items():
+        members[group].update(each)
+    shared: dict[str, list[int]] = defaultdict(list)
+    for (group, seq), each in made.items():
+        if len(each) == len(members[group]) > 1:
+            shared[group].append(seq)
+    if not shared:
+        return [], []
+    group = max(shared, key=lambda each: (len(members[each]), len(shared[each])))
+    return sorted(members[group]), [(group, seq) for seq in sorted(shared[group])]
+
+
+def _calls(capsule: Capsule) -> Timing | None:
+    """Between two calls of the whole group: the time that a rank was inside no call, on its own clock."""
+    made = _made(capsule)
+    ranks, chain = _chain(made)
+    chain = [call for call in chain if all(each.completed is not None for each in made[call].values())]
+    if len(chain) < T.FEWEST_CALLS:
+        return None
+    ends = chain[:: max(1, len(chain) // T.PIECES)]
+    inside: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for each in made.values():
+        for rank, call in each.items():
+            if call.completed is not None:
+                inside[rank].append((call.created, call.completed))
+    merged = {rank: _merged(inside[rank]) for rank in ranks}
+    own: dict[int, ByRank] = {}
+    waited: dict[int, ByRank] = {}
+    whole: dict[int, float] = {}
+    for piece, (start, end) in enumerate(pairwise(ends)):
+        spent: ByRank = {}
+        waited[piece] = {}
+        for rank in ranks:
+            begin, stop = made[start][rank].completed or 0.0, made[end][rank].completed or 0.0
+            spent[rank] = max(0.0, stop - begin)
+            waited[piece][rank] = _within(merged[rank], begin, stop)
+        own[piece] = {rank: max(0.0, spent[rank] - waited[piece][rank]) for rank in ranks}
+        whole[piece] = max(spent.values())
+    return Timing("time inside collectives, on each rank's own clock", own, whole, waited, steps=False)
+
+
+def _arrivals(capsule: Capsule) -> Timing | None:
+    """Where ends of calls are unknown: how long after the last arrival at one call a rank comes to the next."""
+    made = _made(capsule)
+    ranks, chain = _chain(made)
+    ended = sum(call.completed is not None for each in chain for call in made[each].values())
+    if len(chain) < T.FEWEST_CALLS or 2 * ended > len(chain) * len(ranks):
+        return None
+    times = np.array([[made[call][rank].created for rank in ranks] for call in chain])
+    times = on_one_clock(capsule, ranks, times)
+    if not _blocking(capsule):  # calls are only queued: a steady lag of the host's thread delays nobody
+        times = _without_lag(times)
+    own: dict[int, ByRank] = {}
+    whole: dict[int, float] = {}
+    for piece in range(1, len(chain)):
+        begun = float(times[piece - 1].max())
+        taken = np.maximum(0.0, times[piece] - begun)
+        own[piece] = dict(zip(ranks, taken.tolist(), strict=True))
+        whole[piece] = float(taken.max())
+    return Timing("arrivals at the same calls", own, whole, steps=False)
+
+
+def on_one_clock(capsule: Capsule, ranks: Sequence[int], times: Any) -> Any:
+    """Times of ranks (float64[N, R]) with their clocks' offsets taken out.
+
+    Stated offsets count where they make the arrivals agree better, with the sign that does. Where hosts differ and
+    nothing is stated, a rank's steady distance from the others is taken for its clock.
+    """
+    stated: dict[int, float] = {}
+    names: dict[int, str] = {}
+    for record in capsule.records("ranks"):
+        offset = record.get("clock_offset_s")
+        if _is_time(offset):
+            stated[record["rank"]] = float(offset)
+        if record.get("host"):
+            names[record["rank"]] = record["host"]
+    offsets = np.array([stated.get(rank, 0.0) for rank in ranks])
+    if offsets.any():
+        return min((times, times - offsets, times + offsets), key=lambda each: float(np.median(np.ptp(each, axis=1))))
+    if len({names.get(rank) for rank in ranks}) == 1 and names.get(ranks[0]) is not None:
+        return times
+    return _without_lag(times)
+
+
+def _without_lag(times: Any) -> Any:
+    return times - np.quantile(times - np.median(times, axis=1, keepdims=True), T.CLOCK_QUANTILE, axis=0)
+
+
+def _blocking(capsule: Capsule) -> bool:
+    """Whether a call returns when it is done: back ends of the CPU, or calls recorded as such."""
+    run = capsule.manifest.run
+    if run is not None and run.backend and ("gloo" in run.backend.lower() or "mpi" in run.backend.lower()):
+        return "nccl" not in run.backend.lower()
+    flags = [record.get("async_op") for record in capsule.records("collectives")]
+    return bool(flags) and all(flag is False for flag in flags)
+
+
+def last_arrivals(capsule: Capsule) -> tuple[dict[int, int], int]:
+    """How often each rank was the last to come to a call of its whole group, and the number of such calls."""
+    made = _made(capsule)
+    ranks, chain = _chain(made)
+    if len(chain) < T.FEWEST_CALLS:
+        return {}, 0
+    times = np.array([[made[call][rank].created for rank in ranks] for call in chain])
+    last = on_one_clock(capsule, ranks, times).argmax(axis=1)
+    return {rank: int((last == at).sum()) for at, rank in enumerate(ranks)}, len(chain)
+
+
+def _reported(capsule: Capsule) -> Timing | None:
+    """Megatron's straggler lines: the ranks with the least and the most, as speed or as time."""
+    speed = _several(_series(capsule, "estimated_throughput"))
+    if speed:
+        own = {step: {rank: 1 / value for rank, value in each.items() if value > 0} for step, each in speed.items()}
+        own = _several(own)
+        if own:
+            scale = {step: min(each.values()) for step, each in own.items()}
+            # Only ratios mean something: as seconds, a step of one second on the fastest rank.
+            own = {step: {rank: value / scale[step] for rank, value in each.items()} for step, each in own.items()}
+            return Timing("reported throughput", own, {step: max(each.values()) for step, each in own.items()})
+    spent = _several(_series(capsule, "round_trip_time"))
+    if not spent:
+        return None
+    return Timing("reported time of a step", spent, {step: max(each.values()) for step, each in spent.items()})
+
+
+def _inputs(capsule: Capsule) -> Timing | None:
+    """Waiting for input, where the time of the whole step is known: all else is taken for equal."""
+    data, spent = _series(capsule, "data_time"), _series(capsule, "step_time")
+    own: dict[int, ByRank] = {}
+    whole: dict[int, float] = {}
+    for step, each in _several(data).items():
+        longest = max(spent.get(step, {}).values(), default=0.0)
+        if longest > 0:
+            least = longest - max(each.values())
+            own[step] = {rank: max(0.0, least) + value for rank, value in each.items()}
+            whole[step] = longest
+    return Timing("data_time of each step", own, whole, {}, data) if own else None
+
+
+def _unsynchronised(capsule: Capsule) -> Timing | None:
+    """Steps that end at different times: nothing made the ranks wait for each other inside them."""
+    spent = _several(_series(capsule, "step_time"))
+    if not spent:
+        return None
+    return Timing("step_time", spent, {step: max(each.values()) for step, each in spent.items()})
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> Any:
+    """float64[N, 2]: spans that overlap made one, ascending."""
+    found: list[list[float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return np.array(found).reshape(-1, 2)
+
+
+def _within(spans: Any, begin: float, stop: float) -> float:
+    """Length of the spans inside an interval."""
+    clipped = np.clip(spans, begin, stop)
+    return float((clipped[:, 1] - clipped[:, 0]).sum())
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _ms(record: Mapping[str, Any], name: str) -> float | None:
+    """Milliseconds of a record in seconds, None where they are absent or none."""
+    value = record.get(name)
+    return float(value) / 1000 if _is_time(value) and value >= 0 else None
