@@ -239,6 +239,16 @@ class RankWriter:
             if pending:
                 self._append(name, b"".join(pending))
 
+    def rewrite(self, stream: str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Put these records in the place of all that the stream holds; a reader sees the old ones or the new ones."""
+        self.records(stream, ())  # the name is right, the directory is there
+        kind = stream_type(stream)
+        lines = [encode_line(check(each, kind, f"{stream}, record {at}")[0]) for at, each in enumerate(records, 1)]
+        path = self.directory / f"records/{stream}.jsonl"
+        replace(path, b"".join(lines))
+        self._appender.forget(path)
+        self._counts[stream] = len(lines)
+
     def columns(self, stream: str, length: int, columns: Columns) -> None:
         """Append ``length`` records column by column, in as few lines as can be."""
         if not _STREAM.fullmatch(stream):

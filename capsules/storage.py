@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -81,6 +82,40 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def copy_new(source: Path, data: bytes | None, target: Path) -> tuple[int, str]:
+    """Copy a file or bytes; return size and SHA-256."""
+    digest = hashlib.sha256()
+    size = 0
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        if data is not None:
+            file.write(data)
+            return len(data), hashlib.sha256(data).hexdigest()
+        with source.open("rb") as original:
+            while chunk := original.read(1 << 20):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def link_free(temporary: Path, directory: Path, name: str) -> str:
+    """Give the finished file its name, or ``stem-2.suffix`` and so on where that is taken."""
+    wanted = Path(name)
+    for number in range(1, 10_000):
+        candidate = name if number == 1 else f"{wanted.stem}-{number}{wanted.suffix}"
+        try:
+            os.link(temporary, directory / candidate)
+            return candidate
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links
+            if not (directory / candidate).exists():
+                os.rename(temporary, directory / candidate)
+                return candidate
+    raise EvidenceError(f"10,000 files are called {name}", str(directory))
+
+
 class Appender:
     """Appends to many files, each call one ``write``; keeps a bounded number of them open."""
 
@@ -116,6 +151,12 @@ class Appender:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = self._open[path] = os.open(path, flags, 0o600)
         return descriptor
+
+    def forget(self, path: Path) -> None:
+        """Close a file that another has taken the name of; the next append goes into that one."""
+        descriptor = self._open.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def sync(self) -> None:
         """Ask the operating system to put everything on disk."""

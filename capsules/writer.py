@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
+import threading
 import time as clocks
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, cast
 
 import msgspec
 
+from . import storage
 from .arrays import Description
 from .batches import check_batch, check_tensor, pack, pack_state
 from .columns import Columns
@@ -23,6 +24,7 @@ from .jsonio import encode, plain, present
 from .layout import FILES, MANIFEST
 from .manifest import FORMAT, AttachedFile, Manifest, Phase, Trigger
 from .masking import mask
+from .one_at_a_time import alone
 from .process import host, process_start, utc
 from .rank_writer import NormRow, RankWriter, count
 from .storage import Appender, create_exclusively, make_directory, replace, temporary_name
@@ -38,7 +40,8 @@ class CapsuleWriter:
     """Writes one capsule, or joins one that another rank has created.
 
     Every call that returns has its evidence in the file: a killed process loses nothing that was written before.
-    A clean exit of the ``with`` block seals the capsule, an exception marks it crashed. Not thread-safe.
+    A clean exit of the ``with`` block seals the capsule, an exception marks it crashed. Several threads may write: one
+    call at a time, and a call never waits for anything but the disk.
 
     Args:
         path: the capsule's directory, by habit ``NAME.capsule``; created, readable by its owner only.
@@ -68,6 +71,7 @@ class CapsuleWriter:
         self.path = Path(path)
         self.rank = count(rank, "rank")
         self.closed = False
+        self.lock = threading.RLock()
         self._clock = clock
         self._appender = Appender()
         self._ranks: dict[int, RankWriter] = {}
@@ -111,6 +115,7 @@ class CapsuleWriter:
 
     # -- tables
 
+    @alone
     def scalars(
         self,
         name: str,
@@ -124,12 +129,14 @@ class CapsuleWriter:
         """Append rows of one series: optimizer windows, values, and Unix seconds where known."""
         self._of(rank).scalars(str(name), step, value, time, unit, side)
 
+    @alone
     def scalar_row(
         self, step: int, values: Mapping[str, float], time: float | None = None, rank: int | None = None
     ) -> None:
         """Append one row to each of several series in one write: what a loop has to say about one step."""
         self._of(rank).scalar_row(step, values, time)
 
+    @alone
     def stats(self, rows: Iterable[Mapping[str, Any]], rank: int | None = None) -> None:
         """Append statistics of tensors, one mapping a tensor (fields of ``tables.StatRow``), in one write.
 
@@ -137,6 +144,7 @@ class CapsuleWriter:
         """
         self._of(rank).stats(rows)
 
+    @alone
     def norms(self, step: int, rows: Sequence[NormRow], rank: int | None = None, order: int = 0) -> None:
         """Append norm-only rows of one step in one write: (name, role, dtype, shape, norm, micro, call).
 
@@ -150,6 +158,7 @@ class CapsuleWriter:
 
     # -- arrays
 
+    @alone
     def batch(
         self, step: int, rank: int | None = None, split: str | None = None, micro: int = 0, **evidence: Any
     ) -> None:
@@ -164,6 +173,7 @@ class CapsuleWriter:
         )
         self._of(rank).arrays(description, arrays)
 
+    @alone
     def tensor(
         self,
         name: str,
@@ -195,6 +205,7 @@ class CapsuleWriter:
         )
         self._of(rank).arrays(description, {"data": stored})
 
+    @alone
     def tensors(self, step: int, groups: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> None:
         """Write many small arrays of one step into one file, those of one dtype end to end.
 
@@ -209,6 +220,7 @@ class CapsuleWriter:
             description = Description(kind="tensors", step=count(step, "tensors.step"), attributes=attributes)
             self._of(None).arrays(description, arrays)
 
+    @alone
     def rng(self, step: int, rank: int | None = None, micro: int = 0, **states: Any) -> None:
         """Write random-generator states (``torch``, ``numpy``, ``python``, ``cuda`` …) as they were before the step."""
         arrays: dict[str, Plain] = {}
@@ -220,6 +232,7 @@ class CapsuleWriter:
 
     # -- records and files
 
+    @alone
     def record(self, stream: str, record: Mapping[str, Any], rank: int | None = None) -> None:
         """Append one record to a stream.
 
@@ -228,6 +241,7 @@ class CapsuleWriter:
         """
         self._of(rank).records(stream, (record,))
 
+    @alone
     def records(self, stream: str, records: Iterable[Mapping[str, Any]], rank: int | None = None) -> None:
         """Append records to a stream; those before a faulty one are written."""
         self._of(rank).records(stream, records)
@@ -246,6 +260,7 @@ class CapsuleWriter:
         """
         self._of(rank).columns(stream, length, columns)
 
+    @alone
     def attach(
         self,
         path: str | os.PathLike[str],
@@ -268,8 +283,8 @@ class CapsuleWriter:
         make_directory(directory)
         temporary = temporary_name(directory)
         try:
-            size, digest = _copy(Path(path), data, temporary)
-            name = _link_free(temporary, directory, Path(path).name.lstrip(".") or "file")
+            size, digest = storage.copy_new(Path(path), data, temporary)
+            name = storage.link_free(temporary, directory, Path(path).name.lstrip(".") or "file")
         finally:
             temporary.unlink(missing_ok=True)
         listed = AttachedFile(path=f"{FILES}/{name}", kind=kind, bytes=size, sha256=digest)
@@ -281,8 +296,14 @@ class CapsuleWriter:
             writer.heartbeat()
         return f"{FILES}/{name}"
 
+    @alone
+    def rewrite(self, stream: str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Put these records in the place of all that this rank has written to a stream, at once."""
+        self._of(None).rewrite(stream, records)
+
     # -- life
 
+    @alone
     def update(self, manifest: Mapping[str, Any]) -> None:
         """Merge fields into the manifest and replace it; does nothing in a process that did not create the capsule."""
         if self.creator:
@@ -290,6 +311,7 @@ class CapsuleWriter:
             replace(self.path / MANIFEST, encode(merged))
             self._manifest = merged
 
+    @alone
     def heartbeat(
         self,
         status: Literal["recording", "sealed", "crashed"] | None = None,
@@ -300,17 +322,20 @@ class CapsuleWriter:
         """Say that the rank is alive; appending does so by itself every few seconds."""
         self._of(rank).heartbeat(status, _trigger(trigger), step)
 
+    @alone
     def flush(self) -> None:
         """Ask the operating system to put everything on disk, and renew the heartbeats."""
         self._appender.sync()
         for writer in self._ranks.values():
             writer.heartbeat()
 
+    @alone
     def release(self) -> None:
         """Give back the few KiB that are kept for the seal, before the last that is written."""
         for writer in self._ranks.values():
             writer.release()
 
+    @alone
     def close(
         self,
         status: Literal["sealed", "crashed"] = "sealed",
@@ -367,37 +392,3 @@ def _merged(old: Any, new: Any) -> Any:
 
 def _trigger(trigger: Trigger | Mapping[str, Any] | None) -> Trigger | None:
     return check(trigger, Trigger, "trigger")[1] if isinstance(trigger, Mapping) else trigger
-
-
-def _copy(source: Path, data: bytes | None, target: Path) -> tuple[int, str]:
-    """Copy a file or bytes; return size and SHA-256."""
-    digest = hashlib.sha256()
-    size = 0
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        if data is not None:
-            file.write(data)
-            return len(data), hashlib.sha256(data).hexdigest()
-        with source.open("rb") as original:
-            while chunk := original.read(1 << 20):
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-    return size, digest.hexdigest()
-
-
-def _link_free(temporary: Path, directory: Path, name: str) -> str:
-    """Give the finished file its name, or ``stem-2.suffix`` and so on where that is taken."""
-    wanted = Path(name)
-    for number in range(1, 10_000):
-        candidate = name if number == 1 else f"{wanted.stem}-{number}{wanted.suffix}"
-        try:
-            os.link(temporary, directory / candidate)
-            return candidate
-        except FileExistsError:
-            continue
-        except OSError:  # a file system without hard links
-            if not (directory / candidate).exists():
-                os.rename(temporary, directory / candidate)
-                return candidate
-    raise EvidenceError(f"10,000 files are called {name}", str(directory))

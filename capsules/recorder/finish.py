@@ -22,6 +22,7 @@ from .loop import Loop
 from .observed import observed_facts
 from .output import Output, read_samples, standard_scalars
 from .parameters import group_records
+from .ranks import Ranks
 from .ring import Ring
 from .tape import UNKNOWN, Row
 from .triggers import Limits, OddSample, Spike, Trigger, first_bad
@@ -69,6 +70,7 @@ class Finisher:
         self.step = 0
         self._cursor: Any = None
         self.trigger: Trigger | None = None
+        self.ranks: Ranks | None = None  # in a job of several
         self.windows = 0
         self.saw_gradients = False
         self._usual = 0  # micro-batches of the last window that stepped
@@ -86,6 +88,9 @@ class Finisher:
         words = said_by(error)[:2000]
         message = f"{name}: {words}"[:2000]
         self._crashed = True
+        if self.ranks is not None:
+            inside = window is not None and "optim" not in message and window.backward_began
+            self.ranks.ends(kind, message, since=inside or None)
         if window is not None:
             extra = _device_memory() if memory else {}
             window.event(kind, type=name, message=words, **extra)
@@ -96,6 +101,8 @@ class Finisher:
         """A signal has come; ``final``: the process ends when this returns, so everything is written now."""
         self._ask(Trigger("signal", self._at(window), self._rank, signal=name, message=f"received {name}"), window)
         if final:
+            if self.ranks is not None:
+                self.ranks.ends("signal", name)
             if window is not None:
                 self._loop.window = None
                 self.finish(window)
@@ -160,6 +167,8 @@ class Finisher:
             self._cursor = window.cursor
         if self._crashed and not any(trigger.kind in ("exception", "oom") for trigger in window.requests):
             self._crashed = False  # the loop caught it and goes on
+            if self.ranks is not None:
+                self.ranks.goes_on()
             self._attempt("heartbeat", lambda: self._writer.heartbeat(status="recording"))
         self._attempt("size", self._check_size)
 
@@ -257,6 +266,8 @@ class Finisher:
             window.events += coverage(self._loop.hooks, window)
         values["step_time"] = time.perf_counter() - window.began
         values["data_time"] = window.data_time
+        if (ranks := self.ranks) is not None:
+            attempt("ranks", lambda: ranks.window(window, values))
         attempt("device memory", lambda: values.update(self._device.read()))
         attempt("scalars", lambda: output.scalars(window, values))
         attempt("statistics", lambda: output.statistics(window.step, rows))
@@ -337,6 +348,8 @@ class Finisher:
         """Write the rest of the ring and seal the capsule."""
         if self._writer.closed:
             return
+        if self.ranks is not None:
+            self.ranks.close(self.step)
         if self.windows:
             self._attempt("batches", lambda: self._output.ring(self._ring))
         trigger = self.trigger.fields() if self.trigger else None
@@ -345,6 +358,8 @@ class Finisher:
     def abandon(self, reason: str | None = None) -> None:
         """Close the files after a failure, sealing what is there and saying why where that still can be written."""
         try:
+            if self.ranks is not None:
+                self.ranks.stop()
             if reason is not None and not self._writer.closed:
                 self._writer.release()
                 fields = {"level": "warning", "logger": "llmconsole.recorder", "message": f"recording ended: {reason}"}

@@ -7,6 +7,7 @@ autograd order. Full backward hooks would be simpler, but raise on in-place modu
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -110,7 +111,8 @@ class ModuleHooks:
         self._hooked: set[str] = set()
         self._paused = False
         self._about: dict[tuple[str, str], dict[str, Any]] = {}
-        self._reduced_later = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+        self.reduced_later = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+        self.last_gradient = 0.0  # when it was there, by the clock of performance; only where it is reduced later
         self.fired: set[str] = set()
         self.recomputes = False
         self.recompute = Recompute(tape)
@@ -268,8 +270,9 @@ class ModuleHooks:
             try:
                 # Only the place in the order is taken now: one fused call measures all gradients after the pass.
                 self.pending.append((self._tape.reserve(name, "gradient"), parameter))
-                if self._reduced_later and parameter.grad is not None:
+                if self.reduced_later and parameter.grad is not None:
                     self.local_norms.append(statistics.norm(statistics.local(parameter.grad)))
+                    self.last_gradient = time.perf_counter()
             except Exception as error:
                 self._guard("activations and gradients", error)
 

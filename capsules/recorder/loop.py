@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -78,6 +79,7 @@ class Loop:
         def record() -> None:
             losses: list[Any] = [roots] if isinstance(roots, Tensor) else list(roots or ())
             window.backwards += 1
+            window.backward_began = time.time()
             event = window.event("backward")
             if window.backwards == 1:
                 window.later(self.steps.carried(), lambda value: event.update(carried=value))
@@ -92,6 +94,9 @@ class Loop:
         """Keep a sample of scaled gradients: some loops divide them by hand before anything else is called."""
         if self.inside and self.scaled:
             self._sample(lambda sample: sample.left_scaled())
+        if self.window is not None and self.hooks.last_gradient:
+            self.window.reduction_wait += time.perf_counter() - self.hooks.last_gradient
+            self.hooks.last_gradient = 0.0
 
     def _unscaled_by_hand(self) -> None:
         """See whether the loop itself has divided the gradients by the loss scale; between samples, as before."""

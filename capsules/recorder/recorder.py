@@ -36,6 +36,7 @@ from .evaluation import Pass
 from .finish import Finisher, said_by
 from .hooks import ModuleHooks
 from .loop import Loop
+from .ranks import Ranks
 from .ring import Micro, RandomState
 from .signals import Signals
 from .step import Step
@@ -159,6 +160,8 @@ class Recorder:
         self._finisher = Finisher(
             writer, self._loop, DeviceScalars(device), rank, self._attempt, training, self._keep, max_bytes
         )
+        if world_size > 1:
+            self._finisher.ranks = Ranks(writer, self._attempt)
         told = (tokenizer, self._contract, self._checkpoints)
         self._between = Between(writer, self._loop, self._finisher, fields, *told, self._attempt)
         self._signals = Signals(self._signalled)
