@@ -1,5 +1,35 @@
 """Rules of the stage distributed: what ranks did together, and which of them did not."""
 
-from . import buffers, data, gradients, paths, replicas, scaling, speed, steps
+from . import (
+    buffers,
+    coverage,
+    data,
+    deaths,
+    gradients,
+    mismatch,
+    missing,
+    order,
+    paths,
+    replicas,
+    scaling,
+    speed,
+    steps,
+    timeouts,
+)
 
-__all__ = ["buffers", "data", "gradients", "paths", "replicas", "scaling", "speed", "steps"]
+__all__ = [
+    "buffers",
+    "coverage",
+    "data",
+    "deaths",
+    "gradients",
+    "mismatch",
+    "missing",
+    "order",
+    "paths",
+    "replicas",
+    "scaling",
+    "speed",
+    "steps",
+    "timeouts",
+]

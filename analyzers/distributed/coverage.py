@@ -1,0 +1,88 @@
+"""What the evidence on collectives does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..finding import Evidence, Finding
+from ..registry import rule
+from .collectives import Calls, calls
+from .words import named_ranks
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+
+@rule(
+    "distributed/coverage",
+    stage="distributed",
+    kind="hygiene",
+    severity="info",
+    needs=("records.collectives|records.ranks.last_seq|records.events.last_enqueued",),
+)
+def coverage(capsule: Capsule) -> Iterator[Finding]:
+    """Ranks, dumps or calls are absent, and what can then not be said.
+
+    What it checks:
+        The ranks of the job and of each group beside those of which there is evidence on collectives; and from where on
+        the calls of each rank are on record.
+
+    Why it matters:
+        A rank without a dump is the first suspect of a hang, for a process that was killed leaves none; and what a ring
+        has overwritten can neither accuse nor acquit.
+
+    How it decides:
+        Lists the ranks of the default group, of any group and of the declared world of which nothing speaks. Info.
+
+    Looks like it but is not:
+        A rank whose dump has no entries: that is evidence that it waits for nothing.
+
+    What to try next:
+        Collect the missing dumps; set TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) to 2000.
+
+    Fix:
+        Let all ranks write their dump to storage that outlives the node.
+    """
+    known = calls(capsule)
+    expected = set(range(known.world)).union(*(group.ranks for group in known.groups))
+    absent = sorted(expected - known.spoke)
+    if not known.spoke or not absent:
+        return
+    groups = [group for group in known.groups if set(group.ranks) & set(absent)]
+    dark = [group for group in groups if not set(group.ranks) & known.spoke]
+    said = "no rank of theirs can be judged, nor can it be said that it is at fault or not"
+    yield Finding(
+        title=f"No evidence on the collectives of {named_ranks(absent)}",
+        summary=f"{len(known.spoke)} of {len(expected)} ranks left evidence on collectives; of {named_ranks(absent)} "
+        "nothing is known: neither that they are at fault nor that they are not.",
+        confidence="confirmed",
+        evidence=(
+            Evidence(name="ranks_with_evidence", value=len(known.spoke), expected=len(expected)),
+            Evidence(name="ranks_without_evidence", value=absent[:64], expected=[]),
+            *(
+                (Evidence(name="groups_without_evidence", value=[str(each) for each in dark[:16]], note=said),)
+                if dark
+                else ()
+            ),
+            *_begin(known),
+        ),
+        cause="the dumps were not written, not collected, or the processes were killed",
+        next=(f"look for the dumps and the exit status of {named_ranks(absent)}",),
+        fix=("write the dumps of all ranks to storage that outlives the node",),
+    )
+
+
+def _begin(known: Calls) -> tuple[Evidence, ...]:
+    """From where on the calls of the largest group are on record, where not from the first."""
+    if not len(known.table):
+        return ()
+    groups, counts = np.unique(known.table.group, return_counts=True)
+    group = int(groups[counts.argmax()])
+    first = int(known.table.seq[known.table.group == group].min())
+    if first <= 1:
+        return ()
+    note = f"of {known.groups[group]}: calls before are not on record"
+    return (Evidence(name="first_call_on_record", value=first, expected=1, note=note),)

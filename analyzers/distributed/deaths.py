@@ -1,0 +1,175 @@
+"""A rank that died before the others began to wait."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ..finding import Evidence, Finding, Where
+from ..registry import rule
+from ..runtime import SECONDARY
+from . import thresholds as T
+from .diagnosis import Diagnosis, diagnosis
+from .standstill import last_exits
+from .words import last_step, named_ranks
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+#: What a rank says when another one is gone, or did not come: consequences of somebody else's end.
+FOLLOWS: Final = re.compile(
+    r"timed?[ -]?out|watchdog|connection (?:closed|reset|refused|was (?:closed|reset))|closed by (?:peer|remote)|broken pipe"
+    r"|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted|heartbeat monitor"
+    r"|socket (?:closed|error|timeout)|NCCL (?:error|operation).{0,80}(?:abort|remote)|recv(?:Value|Bytes)? failed"
+    r"|SIGTERM|signal 15|SIGABRT|signal 6\b|peer closed|TCPStore|Detected mismatch between collectives"
+    r"|collective operation|failed to pass monitoredBarrier",
+    re.IGNORECASE,
+)
+#: Log lines by which a process or its device ends without an exception.
+_FATAL_LINE: Final = re.compile(
+    r"CUDA error|out of memory|device-side assert|uncorrectable ECC|\bXid\b|SIGSEGV|Segmentation fault|SIGKILL|oom[-_ ]kill"
+    r"|Killed process|illegal memory access|unspecified launch failure|Bus error|SIGBUS",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one rank ended by itself: kind (oom, exception, signal), words, Unix seconds where known, step."""
+
+    rank: int
+    kind: str
+    words: str
+    t: float | None
+    step: int | None
+
+
+@rule(
+    "distributed/rank-died-first",
+    stage="distributed",
+    needs=("records.ranks.exit|records.events.type|records.events.requested|records.events.level",),
+    explained_by=("memory/capacity", "memory/fragmentation", "memory/leak", "memory/other-process"),
+    cases=("hang-in-collective",),
+)
+def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
+    """One rank ran out of memory, raised or was killed, and the others' time-outs only follow.
+
+    What it checks:
+        How each rank ended, its exceptions and out-of-memory errors, beside time-outs, closed connections and calls in
+        which others wait.
+
+    Why it matters:
+        A job of many ranks ends with as many errors. All but one say that a peer is gone, or that a call did not end.
+
+    How it decides:
+        A rank has an end of its own (out of memory, an exception that is no time-out and no closed connection, a signal
+        other than the launcher's), most other ranks have none, and these wait for it, timed out, or lost their
+        connection. Of several the earliest is named. An end later than the first time-out is none.
+
+    Looks like it but is not:
+        The same exception on all ranks; a rank that its watchdog or the launcher ended; a job that a person stopped.
+
+    What to try next:
+        Read that rank's log from its last good step to its end.
+
+    Fix:
+        Repair what ended that rank; let one rank's error end the job at once (TORCH_NCCL_ASYNC_ERROR_HANDLING, torchrun).
+    """
+    found = diagnosis(capsule)
+    deaths = _deaths(capsule)
+    if not deaths:
+        return
+    exits = last_exits(capsule)
+    known = found.calls.spoke | set(exits) | set(capsule.ranks) | {each.rank for each in deaths}
+    affected = _affected(capsule, found, exits, {each.rank for each in deaths})
+    gave_up = _first_timeout(found)
+    own = [each for each in deaths if each.t is None or gave_up is None or each.t <= gave_up + T.CLOCK_S]
+    if (
+        not own
+        or not affected
+        or len({each.rank for each in own}) * 2 > max(2, len(known | set(range(found.calls.world))))
+    ):
+        return
+    first = min(own, key=lambda each: (each.t is None, each.t or 0.0, each.rank))
+    also = sorted({each.rank for each in own} - {first.rank})
+    words = {"oom": "ran out of memory", "signal": "was killed", "exception": "raised"}[first.kind]
+    evidence = [
+        Evidence(name=f"rank_{first.rank}_ended", value=first.kind, expected="ok", note=first.words[:300]),
+        Evidence(name="affected_ranks", value=sorted(affected), note="; ".join(sorted(set(affected.values())))[:300]),
+    ]
+    if first.t is not None and gave_up is not None:
+        note = "from that end to the first time-out"
+        evidence.append(Evidence(name="seconds_before", value=round(gave_up - first.t, 3), unit="s", note=note))
+    if also:
+        evidence.append(Evidence(name="other_ends", value=also, note="later, or of unknown time"))
+    yield Finding(
+        title=f"Rank {first.rank} {words} first",
+        summary=f"Rank {first.rank} {words} ({first.words[:160]}); {named_ranks(affected)} only wait for it or lost it.",
+        where=Where(step=first.step if first.step is not None else last_step(capsule), rank=first.rank),
+        evidence=tuple(evidence),
+        cause=f"rank {first.rank} {words}; what the other ranks say follows from it",
+        next=(f"read the log of rank {first.rank} up to its end",),
+        fix=(f"repair what ended rank {first.rank}",),
+    )
+
+
+def _deaths(capsule: Capsule) -> list[Death]:
+    """Ends of ranks that are no answer to another rank's end, one a rank, the earliest first in time."""
+    found: dict[int, Death] = {}
+
+    def take(rank: int, kind: str, words: str, t: Any, step: Any) -> None:
+        if FOLLOWS.search(words) is not None:
+            return
+        moment = float(t) if isinstance(t, int | float) and t == t else None
+        death = Death(rank, kind, words or kind, moment, step if type(step) is int else None)
+        known = found.get(rank)
+        if known is None or (known.kind == "exception" and kind == "oom"):
+            found[rank] = death
+        elif known.t is None and moment is not None:
+            found[rank] = Death(
+                rank, known.kind, known.words, moment, known.step if known.step is not None else death.step
+            )
+
+    for event in capsule.records("events"):
+        kind, rank, step = event.get("kind"), event["rank"], event.get("step")
+        message = str(event.get("message") or "")
+        if kind == "oom":
+            take(rank, "oom", message or "out of memory", event.get("t"), step)
+        elif kind == "exception" and event.get("type") not in SECONDARY:
+            name = str(event.get("type") or "exception")
+            out = "OutOfMemory" in name or "out of memory" in message
+            take(rank, "oom" if out else "exception", f"{name}: {message}".rstrip(": "), event.get("t"), step)
+        elif kind == "log" and event.get("level") in ("error", "critical", "fatal") and _FATAL_LINE.search(message):
+            out = "out of memory" in message.lower() or "oom" in message.lower()
+            take(rank, "oom" if out else "signal", message, event.get("t"), step)
+    for rank, end in last_exits(capsule).items():
+        kind, message = end.get("kind"), str(end.get("message") or "")
+        if kind in ("oom", "exception", "signal") and not message.startswith(tuple(SECONDARY)):
+            take(rank, kind, message or str(kind), end.get("t"), None)
+    return list(found.values())
+
+
+def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any]], died: set[int]) -> dict[int, str]:
+    """Ranks that wait for a dead one, gave up, or lost a connection, with how that shows."""
+    affected: dict[int, str] = {}
+    for event in capsule.records("events"):
+        if event.get("kind") == "exception" and FOLLOWS.search(f"{event.get('type')}: {event.get('message')}"):
+            affected[event["rank"]] = "raised for a peer that was gone or a call that did not end"
+    for rank, end in exits.items():
+        if end.get("kind") == "hang":
+            affected[rank] = "hung"
+        elif end.get("kind") in ("exception", "signal") and FOLLOWS.search(str(end.get("message") or "")):
+            affected[rank] = "raised for a peer that was gone or a call that did not end"
+    for event in found.calls.timeouts:
+        affected[event["rank"]] = "timed out in a collective"
+    for wait in found.state.waits:
+        if died & {*wait.absent, *wait.silent}:
+            affected |= dict.fromkeys(wait.waiting, "waits in a call that the dead rank has not entered")
+    return {rank: how for rank, how in affected.items() if rank not in died}
+
+
+def _first_timeout(found: Diagnosis) -> float | None:
+    times = [each["t"] for each in found.calls.timeouts if isinstance(each.get("t"), int | float)]
+    return min(times, default=None)

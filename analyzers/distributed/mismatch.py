@@ -1,0 +1,250 @@
+"""Ranks that make another call than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..finding import Evidence, Finding, Where
+from ..registry import rule
+from .alignment import Parting
+from .diagnosis import Diagnosis, Missing, diagnosis
+from .fingerprints import fingerprint_finding
+from .signatures import same_count
+from .words import at_site, call_words, last_step, named_ranks
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+_NEEDS = ("records.collectives|records.events.other_rank|records.events.last_enqueued",)
+
+
+@rule(
+    "distributed/collective-mismatch",
+    stage="distributed",
+    needs=_NEEDS,
+    explained_by=("distributed/uneven-steps", "distributed/rank-conditional", "distributed/rank-died-first"),
+    cases=("hang-in-collective",),
+)
+def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
+    """Ranks call different collectives where they should call the same one.
+
+    What it checks:
+        Operation, dtype and sizes of the calls of each group, aligned over its ranks; and the fingerprints that
+        TORCH_DISTRIBUTED_DEBUG=DETAIL prints.
+
+    Why it matters:
+        Ranks that call different things hang, fail, or, where the sizes happen to fit, exchange numbers that belong to
+        different tensors.
+
+    How it decides:
+        The first number at which the calls of a group differ; the minority there deviates. Its further calls are
+        compared with the majority's after one call is replaced, after some are skipped, added or exchanged, and the
+        edit after which most agrees is named, once. Three ranks are needed to outvote one; in smaller groups the other
+        groups of the same purpose decide. Else undetermined, with both sides. Warning where all those calls ended and
+        the job went on.
+
+    Looks like it but is not:
+        Sizes that differ legally: all-to-all, uneven gathers and scatters given as lists, the ranks of a rooted call
+        without input or output. Numbers that are shifted by one after a single skipped call. Sends and receives.
+
+    What to try next:
+        Compare the code that leads to the named line on the named rank with that of the others: what differs in its
+        batch, its configuration, its version. `llmconsole shrink` writes a script of two ranks with that one call.
+
+    Fix:
+        Make the call, its dtype and its sizes the same on all ranks; where data decides, let all ranks take the
+        decision together.
+    """
+    found = diagnosis(capsule)
+    said = False
+    for parting in found.partings[:8]:
+        if not conditional(found, parting):
+            said = True
+            yield _parting(capsule, found, parting)
+    for added in found.added[:4]:
+        if not _new_site(found, added.wait.group, added.wait.waiting, added.wait.row):
+            said = True
+            yield added_finding(capsule, found, added)
+    if not said and (finding := fingerprint_finding(capsule, found)) is not None:
+        yield finding
+
+
+@rule(
+    "distributed/rank-conditional",
+    stage="distributed",
+    needs=("records.collectives.frames",),
+    explained_by=("distributed/uneven-steps", "distributed/rank-died-first"),
+    cases=("hang-in-collective",),
+)
+def rank_conditional(capsule: Capsule) -> Iterator[Finding]:
+    """A collective is called by some ranks only, under a condition.
+
+    What it checks:
+        Calls that a minority of a group makes in addition to what all make, and the lines they come from.
+
+    Why it matters:
+        A barrier or a reduction under `if rank == 0`, in an evaluation that one rank runs, or in a branch that depends
+        on data waits for ranks that will never come.
+
+    How it decides:
+        Alignment finds a call that fewer than half of the ranks make, and its line calls nothing on any other rank of
+        the group, though their frames are on record.
+
+    Looks like it but is not:
+        A call that all but one make: distributed/missing-rank. One more round of a call that all make, as of a rank
+        with one more batch: distributed/collective-mismatch.
+
+    What to try next:
+        Look at the branch around the named line.
+
+    Fix:
+        Take the call out of the branch, or let all ranks of its group take the branch.
+    """
+    found = diagnosis(capsule)
+    for parting in found.partings[:8]:
+        if conditional(found, parting):
+            yield _conditional(capsule, found, parting.ranks, parting.theirs, parting.group, parting.others)
+    for added in found.added[:4]:
+        wait = added.wait
+        if _new_site(found, wait.group, wait.waiting, wait.row):
+            yield _conditional(capsule, found, wait.waiting, wait.row, wait.group, wait.absent)
+
+
+def conditional(found: Diagnosis, parting: Parting) -> bool:
+    """Whether a parting is a call that only its ranks make, from a line that no other rank calls from."""
+    return (
+        parting.edit == "added"
+        and parting.decided != "none"
+        and _new_site(found, parting.group, parting.ranks, parting.theirs)
+    )
+
+
+def _new_site(found: Diagnosis, group: int, ranks: tuple[int, ...], row: int) -> bool:
+    """Whether a call comes from a line from which none of the group's other ranks calls, as far as frames tell."""
+    calls = found.calls
+    own = calls.frame(row) if row >= 0 else None
+    if own is None:
+        return False
+    rows = (calls.table.group == group).nonzero()[0].tolist()
+    others = {calls.frame(each) for each in rows if int(calls.table.rank[each]) not in ranks} - {None}
+    return bool(others) and own not in others
+
+
+def _conditional(
+    capsule: Capsule, found: Diagnosis, ranks: tuple[int, ...], row: int, group: int, others: tuple[int, ...]
+) -> Finding:
+    calls = found.calls
+    who, call, site = named_ranks(ranks), call_words(calls, row), calls.frame(row)
+    return Finding(
+        title=f"Only {who} {'calls' if len(ranks) == 1 else 'call'} {call}",
+        summary=f"Only {who} of {len(calls.groups[group].ranks)} ranks {'makes' if len(ranks) == 1 else 'make'} {call}, "
+        f"from {site}, a line from which no other rank calls anything.",
+        where=Where(step=last_step(capsule, _record(found, row)), rank=ranks[0], order=int(calls.table.seq[row])),
+        evidence=(
+            Evidence(name="calling_ranks", value=list(ranks), expected=list(calls.groups[group].ranks), note=call),
+            Evidence(name="call", value=str(calls.call(row))),
+            Evidence(name="call_site", value=site, note=" < ".join(calls.site(row)[1:4])),
+            Evidence(name="other_ranks", value=list(others)[:64], note="never call from that line"),
+            *_standstill(found),
+        ),
+        cause=f"the call stands under a condition that holds on {who} alone",
+        next=(f"look at the branch around {site}",),
+        fix=("take the call out of the branch, or let every rank of the group take it",),
+    )
+
+
+def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
+    calls = found.calls
+    group, who = calls.groups[parting.group], named_ranks(parting.ranks)
+    theirs = calls.call(parting.theirs) if parting.theirs >= 0 else None
+    common = calls.call(parting.common) if parting.common >= 0 else None
+    number = f"call {parting.seq:,} of {group}"
+    several = f" {parting.length} calls" if parting.length > 1 else ""
+    does = {
+        "skipped": f"skipped{several or f' {common}'}",
+        "added": f"made{several or f' {theirs}'} in addition",
+        "exchanged": f"made{several} in another order",
+    }.get(parting.edit, f"called {theirs}")
+    undecided = parting.decided == "none"
+    site = at_site(calls, parting.common if parting.edit == "skipped" else parting.theirs)
+    differ = {"op": "another operation", "dtype": "another dtype", "shape": "another size"}.get(parting.edit, does)
+    if undecided:
+        title = f"{named_ranks((*parting.ranks, *parting.others)).capitalize()} differ at {number}"
+        summary = (
+            f"At {number} {who} called {theirs}{at_site(calls, parting.theirs)} and {named_ranks(parting.others)} called "
+            f"{common}{at_site(calls, parting.common)}; with so few ranks nothing says which is right."
+        )
+    else:
+        title = f"{who.capitalize()} {does} at {number}"
+        title = f"{who.capitalize()} made {differ} at {number}" if parting.edit in ("op", "dtype", "shape") else title
+        summary = (
+            f"At {number} {who} {does}{site}, where {named_ranks(parting.others)} called {common}"
+            f"{at_site(calls, parting.common) if parting.edit != 'skipped' else ''}."
+        )
+    evidence = [
+        Evidence(name="deviating_ranks", value=list(parting.ranks), note="not decided" if undecided else parting.edit),
+        Evidence(name="agreeing_ranks", value=list(parting.others)[:64], note=f"decided by: {parting.decided}"),
+        Evidence(name="sequence_number", value=parting.seq, note=str(group)),
+        Evidence(name="call", value=str(theirs), expected=str(common), note=site.strip(" ()")),
+    ]
+    if parting.edit in ("skipped", "added", "exchanged"):
+        evidence.append(
+            Evidence(name=f"{parting.edit}_calls", value=parting.length, expected=0, note=f"{parting.run} agree after")
+        )
+    if further := found.also.get(parting):
+        names = [str(calls.groups[each]) for each in further[:8]]
+        evidence.append(Evidence(name="groups_that_part_later", value=names, note="follow from the first"))
+    if theirs is not None and common is not None and parting.edit == "shape" and same_count(theirs, common):
+        evidence.append(Evidence(name="elements", value="equal", note="the call ends, and mixes elements up"))
+    evidence.extend(_standstill(found))
+    confirmed = not undecided and not parting.ended and parting.decided == "majority"
+    return Finding(
+        title=title,
+        summary=summary,
+        severity="warning" if parting.ended else None,
+        confidence="undetermined" if undecided else "confirmed" if confirmed else "likely",
+        where=Where(
+            step=last_step(capsule, _record(found, parting.theirs if parting.theirs >= 0 else parting.common)),
+            rank=None if undecided else parting.ranks[0],
+            order=parting.seq,
+        ),
+        evidence=tuple(evidence),
+        cause=f"{who} took another path through the program than {named_ranks(parting.others)}",
+        next=(
+            f"compare what leads to this call on {who} and on {named_ranks(parting.others[:1])}: batch, branch, version",
+            "`llmconsole shrink` writes a script of two ranks with that one call",
+        )
+        + (("record a third rank, or the calls from the start",) if undecided else ()),
+        fix=("make the same call with the same dtype and sizes on all ranks of the group",),
+    )
+
+
+def added_finding(capsule: Capsule, found: Diagnosis, added: Missing) -> Finding:
+    """A minority makes a call at the end that most ranks never make, from a line that all know."""
+    calls, wait = found.calls, added.wait
+    who, most = named_ranks(wait.waiting), named_ranks(wait.absent)
+    call = call_words(calls, wait.row) if wait.row >= 0 else f"call {wait.seq:,} of {calls.groups[wait.group]}"
+    return Finding(
+        title=f"{who.capitalize()} made one call more: {call}",
+        summary=f"{who.capitalize()} waits in {call}{at_site(calls, wait.row)}, which {most} never made: most ranks end before it.",
+        where=Where(step=last_step(capsule), rank=wait.waiting[0], order=wait.seq),
+        evidence=(
+            Evidence(name="deviating_ranks", value=list(wait.waiting), note="added"),
+            Evidence(name="agreeing_ranks", value=list(wait.absent)[:64], note="decided by: majority"),
+            Evidence(name="sequence_number", value=wait.seq, note=str(calls.groups[wait.group])),
+            *_standstill(found),
+        ),
+        cause=f"{who} goes on where the other ranks have ended: one batch or one round more",
+        next=("compare the number of steps and samples of the ranks",),
+        fix=("give every rank the same number of steps",),
+    )
+
+
+def _standstill(found: Diagnosis) -> tuple[Evidence, ...]:
+    return (Evidence(name="standstill", value=found.still.reason),) if found.still is not None else ()
+
+
+def _record(found: Diagnosis, row: int) -> dict[str, Any] | None:
+    number = int(found.calls.table.record[row]) if row >= 0 else -1
+    return found.calls.records[number] if number >= 0 else None

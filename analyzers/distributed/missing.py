@@ -1,0 +1,202 @@
+"""Ranks that others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..finding import Confidence, Evidence, Finding, Where
+from ..registry import NotJudged, rule
+from .collectives import UNKNOWN
+from .diagnosis import Diagnosis, Missing, diagnosis
+from .waiting import Wait
+from .words import at_site, call_words, last_step, named_ranks
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+
+@rule(
+    "distributed/missing-rank",
+    stage="distributed",
+    needs=("records.collectives|records.ranks.last_seq|records.events.last_enqueued|records.events.timeout_s",),
+    explained_by=(
+        "distributed/rank-died-first",
+        "distributed/uneven-steps",
+        "distributed/collective-mismatch",
+        "distributed/rank-conditional",
+        "distributed/group-order",
+    ),
+    cases=("hang-in-collective",),
+)
+def missing_rank(capsule: Capsule) -> Iterator[Finding]:
+    """A rank is not in the collective that the others wait in.
+
+    What it checks:
+        For each group and number, which members entered the call and which did not, from flight-recorder dumps, the
+        recorder's stream, or what watchdogs print; over all groups and sends, who waits for whom.
+
+    Why it matters:
+        In a hang every rank waits, and the loudest logs are the victims'. Only the rank that others wait for and that
+        itself waits for nobody is worth looking at.
+
+    How it decides:
+        A rank waits for the members that have not entered a call which it entered and did not leave, and for the other
+        side of a send that is not posted. Who is waited for and waits for nobody is missing; an empty list of calls on
+        such a rank is the fault and not health. The first call that it lacks is named, collectives before sends; where
+        call sites tell that it skipped one earlier among equal calls, that one. Undetermined where as many ranks lack
+        the call as made it (two ranks), and where only ranks without evidence are left.
+        That the job stands still must be on record: a watchdog, a time-out that passed, a rank that died. Dumps alone
+        count unless every rank has its newest call in flight and none is more than 3 calls behind.
+
+    Looks like it but is not:
+        Later pipeline stages and other groups, which wait for a rank that waits: victims, and named as such. Dumps that
+        a person asked for while the job runs. A dump older than those of the others, which lacks calls that they
+        finished. A call that a minority makes (distributed/rank-conditional).
+
+    What to try next:
+        Look at the stack of the missing rank (py-spy dump), its log and its kernel log; look what it did with its last
+        batch. Do not raise the time-out.
+
+    Fix:
+        Repair what keeps that rank away: its data loader, an exception that was swallowed, a device that failed, a call
+        under a condition.
+    """
+    found = diagnosis(capsule)
+    for each in found.missing[:4]:
+        yield _finding(capsule, found, each) if each.ranks else _silent(capsule, found, each)
+    if found.missing:
+        return
+    yield from _of_barrier(capsule, found)
+    if found.all_inside is not None:
+        yield _inside(capsule, found, found.all_inside)
+    elif found.still is None and found.state.waits and not found.partings:
+        raise NotJudged("ranks are a few calls apart, and nothing says that the job stands still: a time-out would")
+
+
+def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
+    calls, wait, ranks = found.calls, missing.wait, missing.ranks
+    row = missing.skipped if missing.skipped != UNKNOWN else wait.row
+    call = _words(found, wait, row)
+    site = at_site(calls, row, direct=wait.direct)
+    who = named_ranks(ranks)
+    behind = named_ranks(missing.slow) if missing.slow else ""
+    confidence: Confidence = "likely" if missing.decided else "undetermined"
+    evidence = [
+        Evidence(name="missing_ranks", value=list(ranks), expected=[], note=call),
+        Evidence(name="waiting_ranks", value=list(wait.waiting), note="entered the call and did not leave it"),
+        Evidence(name="sequence_number", value=wait.seq, note="first call of the group that is missing"),
+        Evidence(name="group_ranks", value=list(calls.groups[wait.group].ranks), note=str(calls.groups[wait.group])),
+    ]
+    if wait.row != UNKNOWN and not wait.direct:
+        evidence.append(Evidence(name="call", value=str(calls.call(row)), note=site.strip(" ()")))
+    if not wait.direct:
+        for rank in ranks[:4]:
+            reached = calls.reached.get((wait.group, rank))
+            value = reached.enqueued if reached is not None else 0
+            evidence.append(Evidence(name=f"rank_{rank}_last_enqueued", value=value, expected=wait.seq))
+    if missing.skipped != UNKNOWN:
+        last = f"later calls pair up one further, until call {wait.seq:,} finds no partner"
+        evidence.append(Evidence(name="skipped_calls", value=missing.length, expected=0, note=last))
+    for rank, (own, furthest) in sorted(missing.slow.items())[:4]:
+        note = "entered as many calls as the others, and its device finished fewer"
+        evidence.append(Evidence(name=f"rank_{rank}_last_completed", value=own, expected=furthest, note=note))
+    if victims := sorted(set(found.state.victims) - set(wait.waiting)):
+        evidence.append(
+            Evidence(name="downstream_victims", value=victims, note="wait for a rank that waits: not at fault")
+        )
+    if wait.silent:
+        evidence.append(Evidence(name="ranks_without_evidence", value=list(wait.silent), note="cannot be judged"))
+    if found.still is not None:
+        evidence.append(Evidence(name="standstill", value=found.still.reason))
+    verb = "skipped" if missing.skipped != UNKNOWN else "did not enter" if not wait.direct else "did not answer"
+    waiting = f"{named_ranks(wait.waiting)} {'waits' if len(wait.waiting) == 1 else 'wait'} in it"
+    also = f"; {behind} entered it and completed less than the others, too" if behind else ""
+    undecided = "" if missing.decided else "; whether that call is missing there or one too many here is not decided"
+    return Finding(
+        title=f"{who.capitalize()} {verb} {call}",
+        summary=f"{who.capitalize()} {verb} {call}{site}, and {waiting}{also}{undecided}.",
+        confidence=confidence,
+        where=Where(step=last_step(capsule), rank=ranks[0], order=wait.seq),
+        evidence=tuple(evidence),
+        cause=f"{who} stopped, or took another path, before {call}",
+        next=(
+            f"look at the stack and the log of {who} (py-spy dump --pid …), not at those of the ranks that wait",
+            "see whether it died, reads data, holds the interpreter's lock, or its device failed",
+        )
+        + (() if missing.decided else ("record call sites (TORCH_NCCL_TRACE_CPP_STACK, frames) and a third rank",)),
+        fix=("make every rank of the group enter the call; leave the time-out as it is",),
+    )
+
+
+def _words(found: Diagnosis, wait: Wait, row: int) -> str:
+    if row == UNKNOWN:
+        return f"call {wait.seq:,} of {found.calls.groups[wait.group]}"
+    return call_words(found.calls, row, direct=wait.direct)
+
+
+def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
+    """All ranks of which there is evidence are in the call; only others can be missing."""
+    wait = missing.wait
+    call = _words(found, wait, wait.row)
+    who = named_ranks(wait.silent)
+    return Finding(
+        title=f"Every rank with evidence waits in {call}",
+        summary=f"{named_ranks(wait.waiting).capitalize()} wait in {call}{at_site(found.calls, wait.row, direct=wait.direct)}; "
+        f"only {who} can be missing, of which there is no evidence.",
+        confidence="undetermined",
+        where=Where(step=last_step(capsule), rank=wait.silent[0] if len(wait.silent) == 1 else None, order=wait.seq),
+        evidence=(
+            Evidence(name="ranks_without_evidence", value=list(wait.silent), expected=[]),
+            Evidence(name="waiting_ranks", value=list(wait.waiting), note=call),
+        ),
+        next=(f"find the dump, the log and the exit status of {who}: a process that was killed leaves no dump",),
+    )
+
+
+def _of_barrier(capsule: Capsule, found: Diagnosis) -> Iterator[Finding]:
+    """A monitored barrier names the ranks that did not come."""
+    named = [
+        (event, ranks)
+        for event in found.calls.timeouts
+        if isinstance(event.get("missing"), list)
+        and (ranks := [each for each in event["missing"] if type(each) is int])
+    ]
+    if not named:
+        return
+    event, ranks = named[0]
+    who = named_ranks(ranks)
+    yield Finding(
+        title=f"{who.capitalize()} did not reach the barrier",
+        summary=f"{who.capitalize()} did not reach the monitored barrier that rank {event['rank']} waited in.",
+        where=Where(step=last_step(capsule, event), rank=ranks[0]),
+        evidence=(
+            Evidence(name="missing_ranks", value=ranks, expected=[]),
+            Evidence(name="waiting_ranks", value=sorted({each["rank"] for each, _ in named})),
+            Evidence(name="timeout", value=event.get("timeout_s"), unit="s"),
+        ),
+        cause=f"{who} stopped, or took another path, before the barrier",
+        next=(f"look at the stack and the log of {who}",),
+        fix=("make every rank reach the barrier",),
+    )
+
+
+def _inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
+    """No rank is missing: the call itself does not end."""
+    call = call_words(found.calls, wait.row)
+    reason = found.still.reason if found.still is not None else ""
+    return Finding(
+        title=f"All ranks are in {call} and it does not end",
+        summary=f"All ranks entered {call}{at_site(found.calls, wait.row)} with equal arguments, none left it, and "
+        f"{reason}: no rank is missing, so network, device or driver are left.",
+        confidence="undetermined",
+        where=Where(step=last_step(capsule), order=wait.seq),
+        evidence=(
+            Evidence(name="entered_ranks", value=list(wait.waiting), expected=list(wait.waiting), note=call),
+            Evidence(name="standstill", value=reason),
+        ),
+        next=(
+            "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log and link errors (nvidia-smi nvlink -e, ibstat)",
+            "run nccl-tests over the same ranks",
+        ),
+    )

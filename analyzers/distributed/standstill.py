@@ -1,0 +1,119 @@
+"""What says that a job stands still, since ranks a few calls apart are what every running job looks like.
+
+A watchdog that gave up, the recorder's own one, a call older than its time-out, a rank that died while others are in a
+call. A flight-recorder dump is written for a time-out or on demand: it speaks of a standstill unless each rank has its
+newest call in flight and all lie within a few calls of each other, which is a job that runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import thresholds as T
+from .collectives import Calls
+from .waiting import Waiting, newest_in_flight
+from .words import named_ranks
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+#: Ends of a process that others wait for in vain.
+_ENDED = ("oom", "exception", "signal")
+#: Triggers by which a person, or the scheduler, asked for the evidence.
+_ON_DEMAND = ("signal", "manual")
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Why a job is taken to stand still; ``sure`` unless only the existence of dumps says it."""
+
+    reason: str
+    sure: bool
+
+
+def standstill(capsule: Capsule, calls: Calls, state: Waiting) -> Standstill | None:
+    """The strongest sign that the job stands still, None where it may as well run."""
+    if calls.timeouts:
+        gave_up = sorted({each["rank"] for each in calls.timeouts})
+        return Standstill(f"the watchdog of {named_ranks(gave_up)} gave up", sure=True)
+    trigger = capsule.trigger
+    exits = last_exits(capsule)
+    hung = sorted(rank for rank, each in exits.items() if each.get("kind") == "hang")
+    if (trigger is not None and trigger.kind == "hang") or hung:
+        return Standstill("the recorder's watchdog saw no progress", sure=True)
+    if not state.waits:
+        return None
+    newest = _newest(capsule, calls, exits)
+    if (overdue := _overdue(calls, state, newest)) is not None:
+        return Standstill(overdue, sure=True)
+    died = sorted(rank for rank, each in exits.items() if each.get("kind") in _ENDED)
+    if died and len(died) < len(calls.spoke | set(died)) and set(died) <= {*state.culprits, *_absent(state)}:
+        return Standstill(f"{named_ranks(died)} ended while others were in a call", sure=True)
+    if calls.dumped and not (trigger is not None and trigger.kind in _ON_DEMAND) and not _runs(calls, state):
+        return Standstill("the dumps were written, as they are for a time-out", sure=False)
+    return None
+
+
+def last_exits(capsule: Capsule) -> dict[int, dict[str, Any]]:
+    """How each rank ended, as its last record says; only of ranks of which it is known."""
+    found: dict[int, dict[str, Any]] = {}
+    for record in capsule.records("ranks"):
+        if isinstance(record.get("exit"), dict):
+            found[record["rank"]] = record["exit"]
+    return found
+
+
+def _absent(state: Waiting) -> set[int]:
+    return {rank for wait in state.waits for rank in (*wait.absent, *wait.silent)}
+
+
+def _newest(capsule: Capsule, calls: Calls, exits: dict[int, dict[str, Any]]) -> float:
+    """The latest moment on record, Unix seconds; NaN where no time is."""
+    times = [calls.table.created, calls.table.ended, calls.direct.created, calls.direct.ended]
+    times.append(np.array([each.get("t") for each in exits.values()], np.float64))
+    told = [each.get("t") for each in capsule.records("events")]
+    times.append(np.array([each if isinstance(each, int | float) else None for each in told], np.float64))
+    known = np.concatenate(times)
+    known = known[np.isfinite(known)]
+    return float(known.max()) if len(known) else np.nan
+
+
+def _overdue(calls: Calls, state: Waiting, newest: float) -> str | None:
+    """The first wait that is older than its time-out, or than anything before it in a job that was then killed."""
+    for wait in state.waits:
+        if wait.row < 0 or not wait.absent:
+            continue
+        table = calls.direct if wait.direct else calls.table
+        age = newest - float(table.created[wait.row])
+        limit = float(table.timeout[wait.row])
+        limit = limit if np.isfinite(limit) and limit > 0 else T.NCCL_TIMEOUT_S
+        if age >= limit:
+            return f"a call was {age:,.0f} s old, with a time-out of {limit:,.0f} s"
+        rows = calls.table.group == wait.group
+        lasted = (calls.table.ended - calls.table.created)[rows]
+        lasted = lasted[np.isfinite(lasted)]
+        own = calls.table.ended[calls.table.rank == int(table.rank[wait.row])]
+        went_on = len(own) and float(np.nanmax(np.append(own, -np.inf))) > newest - age / 2
+        if len(lasted) and not went_on and age >= max(T.STANDSTILL_S, T.STANDSTILL_FACTOR * float(lasted.max())):
+            return f"a call was {age:,.0f} s old, where the longest before took {float(lasted.max()):.3g} s"
+    return None
+
+
+def _runs(calls: Calls, state: Waiting) -> bool:
+    """Whether what the dumps show is a job that runs: all ranks in flight, and none far behind."""
+    concerned = {rank for wait in state.waits for rank in (*wait.absent, *wait.waiting)}
+    if not all(newest_in_flight(calls, rank) for rank in concerned):
+        return False
+    for wait in state.waits:
+        if wait.direct:
+            continue
+        numbers = [calls.reached[wait.group, rank].enqueued for rank in wait.waiting]
+        behind = [
+            calls.reached[wait.group, rank].enqueued for rank in wait.absent if (wait.group, rank) in calls.reached
+        ]
+        if not behind or max(numbers) - min(behind) > T.APART:
+            return False
+    return not state.circles

@@ -1,0 +1,270 @@
+"""Who waits for whom: ranks that wait are victims, those that others wait for and that wait for nobody are not.
+
+A rank waits, in a group, for every member that has not entered a call which it has entered and not left; and for the
+other side of a send or receive that is not posted there. Where nobody stands outside, the waiting goes in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .collectives import UNKNOWN, Calls
+from .signatures import ROOTED
+
+#: Edges that are looked at when the waiting goes in a circle.
+_MOST_EDGES = 2_000_000
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One call that some members of a group entered and others did not.
+
+    ``seq`` is the number in the group, or in the order of sends for ``direct`` ones; ``silent`` members have left no
+    evidence; ``row`` is the call of a waiting rank, in the table or among the sends.
+    """
+
+    group: int
+    seq: int
+    waiting: tuple[int, ...]
+    absent: tuple[int, ...]
+    silent: tuple[int, ...]
+    row: int
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The state of a job that may hang.
+
+    ``culprits`` are waited for and wait for nobody; ``victims`` wait; ``circles`` are sets of ranks that wait for each
+    other and for nobody else; ``stuck`` have entered calls which others have left, by (group, rank) their last
+    completed number. ``outdated`` ranks lack calls that others have completed: their evidence is older.
+    """
+
+    waits: tuple[Wait, ...]
+    culprits: tuple[int, ...]
+    victims: tuple[int, ...]
+    circles: tuple[tuple[int, ...], ...]
+    outdated: frozenset[int]
+
+    def first_missed(self, rank: int) -> Wait | None:
+        """The first call that others made and this rank did not; collectives before sends."""
+        return next((each for each in self.waits if rank in each.absent), None)
+
+    def blocked_in(self, rank: int) -> Wait | None:
+        """The first call in which a rank waits for somebody."""
+        return next((each for each in self.waits if rank in each.waiting), None)
+
+
+@dataclass
+class _Member:
+    """How far one member of a group is: last call entered, first and last call entered and not left; -1 for none."""
+
+    entered: int
+    completed: int = UNKNOWN
+    first: int = UNKNOWN
+    last: int = UNKNOWN
+
+
+def waiting(calls: Calls) -> Waiting:
+    """Who waits for whom, by the collectives and the sends of a job."""
+    waits: list[Wait] = []
+    edges: dict[int, set[int]] = defaultdict(set)
+    outdated: set[int] = set()
+    from_start = _from_start(calls)
+    for group in range(len(calls.groups)):
+        waits.extend(_of_group(calls, group, from_start, edges, outdated))
+    waits.extend(_of_sends(calls, edges))
+    waited_for = {rank for absent in edges.values() for rank in absent}
+    victims = {rank for rank, absent in edges.items() if absent}
+    culprits = sorted(waited_for - victims)
+    waits.sort(key=lambda each: _moment(calls, each))
+    return Waiting(
+        tuple(waits), tuple(culprits), tuple(sorted(victims)), tuple(_circles(edges, culprits)), frozenset(outdated)
+    )
+
+
+def _from_start(calls: Calls) -> frozenset[int]:
+    """Ranks of which nothing can be missing: how far they are is stated, or their record begins with their first call."""
+    known = set(calls.status_of)
+    for table in (calls.table, calls.direct):
+        known |= set(table.rank[(table.order == 0) | (table.order == 1)].tolist())
+    return frozenset(known)
+
+
+def _members(calls: Calls, group: int, from_start: frozenset[int]) -> tuple[dict[int, _Member], list[int]]:
+    """The members of a group that are known, and those of which nothing is."""
+    found: dict[int, _Member] = {}
+    silent: list[int] = []
+    for rank in calls.groups[group].ranks:
+        reached = calls.reached.get((group, rank))
+        if reached is not None and reached.enqueued >= 0:
+            found[rank] = _Member(reached.enqueued, reached.completed)
+        elif rank in from_start and group not in calls.mixed:
+            found[rank] = _Member(0)
+        elif rank not in calls.spoke:
+            silent.append(rank)
+    return found, silent
+
+
+def _of_group(
+    calls: Calls, group: int, from_start: frozenset[int], edges: dict[int, set[int]], outdated: set[int]
+) -> Iterable[Wait]:
+    table = calls.table
+    low, high = np.searchsorted(table.group, [group, group + 1])
+    members, silent = _members(calls, group, from_start)
+    pending = low + np.flatnonzero(table.pending[low:high])
+    for row in pending.tolist():
+        member = members.get(int(table.rank[row]))
+        if member is not None:
+            seq = int(table.seq[row])
+            member.first = seq if member.first == UNKNOWN else min(member.first, seq)
+            member.last = max(member.last, seq)
+    for member in members.values():  # a status without entries still says that something is open
+        if member.first == UNKNOWN and UNKNOWN < member.completed < member.entered:
+            member.first, member.last = member.completed + 1, member.entered
+    waiting_ranks = {rank: member for rank, member in members.items() if member.last != UNKNOWN}
+    if not waiting_ranks:
+        return
+    furthest = max(member.last for member in waiting_ranks.values())
+    by_number: dict[int, list[int]] = defaultdict(list)
+    for rank, member in members.items():
+        if member.entered < furthest:
+            by_number[member.entered + 1].append(rank)
+    ended = max((member.completed for member in members.values()), default=UNKNOWN)
+    absent: list[int] = []
+    for seq, ranks in sorted(by_number.items()):
+        if ended >= seq and _needs_all(calls, group, seq):
+            outdated.update(ranks)  # the others left a call that nobody leaves before all have come
+            continue
+        absent.extend(ranks)
+        held = [rank for rank, member in waiting_ranks.items() if member.last >= seq]
+        for rank in held:
+            edges[rank].update(absent)
+        row = next((row for rank in held if (row := calls.at(group, rank, seq)) is not None), UNKNOWN)
+        yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
+    if not absent and silent and all(member.last != UNKNOWN for member in members.values()):
+        seq = min(member.first for member in waiting_ranks.values())
+        row = next((row for rank in waiting_ranks if (row := calls.at(group, rank, seq)) is not None), UNKNOWN)
+        yield Wait(group, seq, tuple(waiting_ranks), (), tuple(silent), row)
+
+
+def _needs_all(calls: Calls, group: int, seq: int) -> bool:
+    """Whether a call ends on no rank before every rank has entered it."""
+    for rank in calls.groups[group].ranks:
+        row = calls.at(group, rank, seq)
+        if row is not None:
+            return calls.call(row).family not in ROOTED
+    return False
+
+
+def _of_sends(calls: Calls, edges: dict[int, set[int]]) -> Iterable[Wait]:
+    """Sends and receives whose other side is not posted."""
+    table = calls.direct
+    posted: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+    for row in np.flatnonzero(table.pending & (table.peer >= 0)).tolist():
+        rank, peer = int(table.rank[row]), int(table.peer[row])
+        sends = calls.signatures[int(table.signature[row])].family == "send"
+        posted[int(table.group[row]), rank, peer, sends].append(row)
+    for (group, rank, peer, sends), rows in posted.items():
+        matched = len(posted.get((group, peer, rank, not sends), ()))
+        if matched >= len(rows) or peer == rank:
+            continue
+        row = rows[matched]
+        known = peer in calls.spoke
+        if known:
+            edges[rank].add(peer)
+        yield Wait(
+            *(group, int(table.seq[row]), (rank,), (peer,) if known else (), () if known else (peer,), row), direct=True
+        )
+
+
+def _moment(calls: Calls, wait: Wait) -> tuple[bool, bool, float, int]:
+    """Collectives before sends, then the earliest entered."""
+    if wait.row == UNKNOWN:
+        return wait.direct, True, np.inf, wait.seq
+    created = float((calls.direct if wait.direct else calls.table).created[wait.row])
+    return wait.direct, False, np.inf if np.isnan(created) else created, wait.seq
+
+
+def _circles(edges: dict[int, set[int]], culprits: list[int]) -> list[tuple[int, ...]]:
+    """Ranks that wait for each other and for nobody outside, where no culprit explains their waiting."""
+    before: dict[int, set[int]] = defaultdict(set)
+    if sum(map(len, edges.values())) > _MOST_EDGES:
+        return []
+    for rank, absent in edges.items():
+        for other in absent:
+            before[other].add(rank)
+    explained = set(culprits)
+    pending = list(culprits)
+    while pending:
+        for rank in before[pending.pop()] - explained:
+            explained.add(rank)
+            pending.append(rank)
+    left = {rank: absent - explained for rank, absent in edges.items() if rank not in explained and absent}
+    return [each for each in _components(left) if all(left.get(rank, set()) <= set(each) for rank in each)]
+
+
+def _components(edges: dict[int, set[int]]) -> list[tuple[int, ...]]:
+    """Strongly connected components of more than one rank (Tarjan 1972, without recursion)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    for start in sorted(edges):
+        if start in index:
+            continue
+        work = [(start, iter(sorted(edges[start])))]
+        index[start] = low[start] = len(index)
+        stack.append(start)
+        on_stack.add(start)
+        while work:
+            node, rest = work[-1]
+            following = next(rest, None)
+            if following is None:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component: list[int] = []
+                    while not component or component[-1] != node:
+                        component.append(stack.pop())
+                        on_stack.discard(component[-1])
+                    if len(component) > 1:
+                        found.append(tuple(sorted(component)))
+            elif following not in index:
+                index[following] = low[following] = len(index)
+                stack.append(following)
+                on_stack.add(following)
+                work.append((following, iter(sorted(edges.get(following, ())))))
+            elif following in on_stack:
+                low[node] = min(low[node], index[following])
+    return found
+
+
+def behind(calls: Calls, group: int, ranks: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Ranks that completed less than the furthest of a group though they entered as much: (theirs, furthest)."""
+    reached = {rank: calls.reached[group, rank] for rank in ranks if (group, rank) in calls.reached}
+    furthest = max((each.completed for each in reached.values()), default=UNKNOWN)
+    return {
+        rank: (each.completed, furthest)
+        for rank, each in reached.items()
+        if UNKNOWN < each.completed < furthest <= each.enqueued
+    }
+
+
+def newest_in_flight(calls: Calls, rank: int) -> bool:
+    """Whether the newest call of a rank, over all groups, has not ended."""
+    newest: tuple[int, float, bool] = (UNKNOWN, -np.inf, False)
+    for table in (calls.table, calls.direct):
+        rows = np.flatnonzero(table.rank == rank)
+        if len(rows):
+            row = rows[np.lexsort((table.seq[rows], np.nan_to_num(table.created[rows]), table.order[rows]))[-1]]
+            found = (int(table.order[row]), float(np.nan_to_num(table.created[row])), bool(table.pending[row]))
+            newest = max(newest, found)
+    return newest[2]
