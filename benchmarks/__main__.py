@@ -6,7 +6,18 @@ import importlib
 import platform
 import sys
 
-NAMES = ("recorder", "engine", "optimizer_engine", "training", "curves", "importers", "cases", "demo", "console")
+NAMES = (
+    "recorder",
+    "engine",
+    "optimizer_engine",
+    "training",
+    "curves",
+    "importers",
+    "cases",
+    "demo",
+    "console",
+    "memory_model",
+)
 
 
 def main(names: list[str]) -> int:
