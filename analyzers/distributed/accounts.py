@@ -39,14 +39,15 @@ class Account:
     """One rank's books.
 
     ``steps`` is the number of windows it says it made, ``first`` and ``last`` the numbers of the windows that left
-    evidence, ``micro`` the micro-batches of each of them; ``skips`` what it says of data left out, with the step where
-    it does.
+    evidence, ``inside`` that of the last call it made; ``micro`` the micro-batches of each window; ``skips`` what it
+    says of data left out, with the step where it does.
     """
 
     rank: int
     steps: int | None = None
     first: int | None = None
     last: int | None = None
+    inside: int | None = None
     seen: int | None = None
     skipped: int | None = None
     reason: str | None = None
@@ -62,6 +63,14 @@ class Account:
     def waited(self) -> bool:
         """Whether it ended, or stood at the end, waiting for others."""
         return self.ended == "hang" or (self.ended in DIED and bool(_WAITED.search(self.message)))
+
+    @property
+    def begun(self) -> int | None:
+        """Windows that it made or began: one that hangs is in no count of finished ones."""
+        known = [each for each in (self.last, self.inside) if each is not None]
+        if self.first is None or not known:
+            return self.steps
+        return max(self.steps or 0, max(known) - self.first + 1)
 
     @property
     def left_out(self) -> int:
@@ -144,6 +153,8 @@ def _calls(capsule: Capsule, found: dict[int, Account]) -> None:
         if isinstance(seq, int) and not record.get("p2p"):
             account.reached[group] = max(seq, account.reached.get(group, 0))
         order = record.get("order")
+        if isinstance(record.get("step"), int):
+            account.inside = max(record["step"], account.inside or 0)
         place = order if isinstance(order, int) else at
         if record["rank"] not in last or place >= last[record["rank"]][0]:
             last[record["rank"]] = (place, record)

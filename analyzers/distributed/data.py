@@ -112,7 +112,7 @@ def _rows(capsule: Capsule, where: Layout, key: str) -> dict[int, dict[int, list
             add(record["rank"], record.get("step"), record.get(key))
     if key == "sha256" and not found:
         for batch in capsule.batches()[: T.BATCHES_READ]:
-            ids = batch.arrays.get("input_ids") if batch.split in (None, "train") else None
+            ids = batch.input_ids if batch.split in (None, "train") else None
             if ids is not None and ids.ndim == 2:
                 for row in ids[: T.ROWS_READ]:
                     add(batch.rank, batch.step, hashlib.sha256(row.tobytes()).hexdigest())

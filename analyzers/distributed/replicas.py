@@ -97,14 +97,14 @@ def _digests(capsule: Capsule, kind: str) -> Digests:
     """Digests of one kind; the last record of a rank, step and name counts."""
     kinds = _DIGESTS.get(capsule)
     if kinds is None:
-        read: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+        read: dict[str, dict[int, dict[str, dict[int, str]]]] = {}
         for record in capsule.records("checksums"):
             name, digest, step = record.get("name"), record.get("sha256"), record.get("step")
             if name and digest and not record.get("side"):
-                read[record.get("kind") or "parameter"][step if isinstance(step, int) else 0][name][record["rank"]] = (
-                    digest
-                )
-        kinds = _DIGESTS.setdefault(capsule, dict(read))
+                steps = read.setdefault(record.get("kind") or "parameter", {})
+                names = steps.setdefault(step if isinstance(step, int) else 0, {})
+                names.setdefault(name, {})[record["rank"]] = digest
+        kinds = _DIGESTS[capsule] = dict(read)
     return kinds.get(kind, {})
 
 

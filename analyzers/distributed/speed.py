@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -157,12 +157,7 @@ def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
     if not found or len(found) > max(1, len(losses) // 2):  # where most are "slow", there is no norm
         return None
     worst = min(found, key=lambda each: each.speed)
-    ranks = [each.ranks[0] for each in sorted(found, key=lambda each: each.speed)]
-    return _Slow(
-        ranks,
-        *(getattr(worst, name) for name in ("speed", "own", "others", "lost", "whole", "share", "first", "pieces")),
-        worst.inputs,
-    )
+    return replace(worst, ranks=[each.ranks[0] for each in sorted(found, key=lambda each: each.speed)])
 
 
 def _turns(timing: Timing, where: Layout | None) -> Finding | None:

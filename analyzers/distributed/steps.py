@@ -97,35 +97,38 @@ def _died(account: Account, books: Mapping[int, Account]) -> bool:
 
 def _by_steps(books: Mapping[int, Account], waited: frozenset[int], imported: bool) -> Finding | None:
     """Different numbers of steps."""
-    stated = {rank: each.steps for rank, each in books.items() if each.steps}
+    stated = {rank: each.begun for rank, each in books.items() if each.steps}
     if len(stated) < 2:
         # Where only evidence of windows counts, ranks that began elsewhere, or log every tenth step, are no measure.
-        shown = {rank: each for rank, each in books.items() if each.last is not None and each.first is not None}
-        begun = most_common(each.first or 0 for each in shown.values()) if shown else 0
-        stated = {rank: each.last + 1 for rank, each in shown.items() if each.first == begun and each.last is not None}
+        shown = {rank: each for rank, each in books.items() if each.first is not None}
+        first = most_common(each.first or 0 for each in shown.values()) if shown else 0
+        stated = {rank: each.begun for rank, each in shown.items() if each.first == first}
     counts = {rank: count for rank, count in stated.items() if count and not _died(books[rank], books)}
     if len(counts) < 2 or len(set(counts.values())) == 1:
         return None
     usual = most_common(counts.values()) if len(counts) > 2 else max(counts.values())
     odd = sorted(rank for rank, count in counts.items() if count != usual)
     most, least = max(counts.values()), min(counts.values())
-    short = sorted(rank for rank, count in counts.items() if count < most)
-    apart = most - least
-    ended_well = [rank for rank in short if books[rank].ended == "ok" and rank not in waited]
-    longer = [rank for rank, count in counts.items() if count > least and rank in waited]
+    # A rank that stands in a call made fewer steps for that reason: only those that were free to go on count.
+    short = sorted(rank for rank, count in counts.items() if count < most and rank not in waited)
+    if not short:
+        return None
+    apart = most - min(counts[rank] for rank in short)
+    ended_well = [rank for rank in short if books[rank].ended == "ok"]
+    longer = [rank for rank, count in counts.items() if rank in waited and count > min(counts[each] for each in short)]
     skipping = [rank for rank in short if _skipped_more(books[rank], books)]
+    whole_lives = all(books[rank].ended == "ok" for rank in counts)
     confidence: Confidence
+    told_apart = apart >= T.STEPS_APART and not imported
     if ended_well and longer:
         confidence = "confirmed"
-    elif (apart >= T.STEPS_APART and (waited or skipping or _all_samples_differ(books, counts)) and not imported) or (
-        skipping and waited
-    ):
+    elif (skipping and waited) or (told_apart and (longer or skipping or _all_samples_differ(books, counts))):
         confidence = "likely"
-    elif apart >= T.STEPS_APART and not imported and _not_just_cut(books, counts):
+    elif apart >= T.STEPS_APART and whole_lives:
         confidence = "undetermined"
     else:
         return None
-    named = ended_well if confidence == "confirmed" else odd
+    named = ended_well if confidence == "confirmed" else [rank for rank in short if rank in odd] or short
     said = _said(books, named)
     words = _counts_in_words(counts)
     tail = f" {named_ranks(sorted(waited))} waited." if waited else " No rank is known to have waited for it."
@@ -246,11 +249,6 @@ def _first_missing(books: Mapping[int, Account], short: Sequence[int], least: in
     """The first step that not every rank made."""
     last = [each for rank in short if (each := books[rank].last) is not None]
     return min(last) + 1 if last else least
-
-
-def _not_just_cut(books: Mapping[int, Account], counts: Mapping[int, int]) -> bool:
-    """Whether the counts are those of whole lives: every rank says how it ended."""
-    return all(books[rank].ended == "ok" for rank in counts)
 
 
 def _all_samples_differ(books: Mapping[int, Account], counts: Mapping[int, int]) -> bool:
