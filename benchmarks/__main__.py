@@ -7,9 +7,6 @@ import platform
 import sys
 
 NAMES = (
-    *("recorder", "engine", "optimizer_engine", "training", "curves", "importers", "cases", "demo", "console"),
-    *("memory_model",),
-)
     "recorder",
     "engine",
     "optimizer_engine",
