@@ -5,8 +5,18 @@
 
 from . import (
     capacity,
+    fragmentation,
+    leak,
+    logged_tensors,
+    other_process,
+    thrash,
 )
 
 __all__ = [
     "capacity",
+    "fragmentation",
+    "leak",
+    "logged_tensors",
+    "other_process",
+    "thrash",
 ]

@@ -26,7 +26,7 @@ SCALARS = {
 }
 TENSOR_GROUPS = {
     *("reference", "observed", "attention", "norm", "decode", "weights", "optimizer", "adapter", "embedding"),
-    *("diffusion", "media", "retrieval"),
+    *("diffusion", "media", "retrieval", "allocator"),
 }
 BATCH_ATTRIBUTES = {"reported_loss", "label_layout", "keys", "loss_dtype", "logits_dtype", "sample_ids"}
 #: Rules that people rely on by name; one that vanishes is a decision, not an accident.
@@ -114,6 +114,10 @@ REQUIRED = {
     "distributed/unwaited-buffer",
     "memory/allocator-thrash",
     "memory/capacity",
+    "memory/fragmentation",
+    "memory/leak",
+    "memory/logged-tensors",
+    "memory/other-process",
     "runtime/job-failed",
 }
 

@@ -1,0 +1,234 @@
+"""The allocator's history of each rank as rules read it: live blocks by stack, the steps of the job, what grows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ...capsules.allocator import ALLOC, CATEGORIES, Array, Blocks, History
+from ...capsules.errors import EvidenceError
+from .thresholds import GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+#: Where frames of libraries lie; the line that a person can change is the first one outside.
+_LIBRARY: Final = re.compile(r"(?:site|dist)-packages/|/torch/|/lib/python3|^<frozen|\.(?:so|cpp|cc|h|cu)\b|^$")
+#: Functions by which a stack stands in a phase that keeps what it computes, and gives it back at its end.
+_COLLECTS: Final = re.compile(r"eval|valid|predict|generate|inference|rollout|prefill|decode|warm_?up|calibrat", re.I)
+_CHECKPOINT: Final = re.compile(r"checkpoint")
+_BACKWARD_CALL: Final = re.compile(r"torch/(?:_tensor|autograd/__init__)\.py$")
+#: Stacks looked at in one history, those with most blocks first.
+_MOST_STACKS = 200
+
+_HISTORIES: WeakKeyDictionary[Capsule, dict[int, History]] = WeakKeyDictionary()
+
+
+def histories(capsule: Capsule) -> dict[int, History]:
+    """The history of each rank that has one; one that is damaged is left out."""
+    if capsule not in _HISTORIES:
+        found: dict[int, dict[str, Any]] = {}
+        for tensor in capsule.tensors("allocator/*"):
+            found.setdefault(tensor.rank, {})[tensor.name.partition("/")[2]] = tensor
+        _HISTORIES[capsule] = {
+            rank: history for rank, each in found.items() if (history := _restored(each)) is not None
+        }
+    return _HISTORIES[capsule]
+
+
+def _restored(tensors: dict[str, Any]) -> History | None:
+    try:
+        arrays = {name: tensor.array() for name, tensor in tensors.items()}
+        said = next(iter(tensors.values())).attributes
+        prologue, number = said.get("prologue"), said.get("number")
+        return History.restored(
+            arrays,
+            prologue if type(prologue) is int else 0,
+            said.get("sound") is True,
+            number if type(number) is int else 0,
+        )
+    except EvidenceError:
+        return None
+
+
+def own_frame(history: History, stack: int) -> str:
+    """``function file:line`` of the innermost frame outside of libraries, else of the innermost one."""
+    frames = history.stacks.of(stack)
+    if not frames:
+        return "no stack was recorded"
+    name, file, line = next((each for each in frames if not _LIBRARY.search(each[1])), frames[0])
+    place = "/".join(file.split("/")[-2:]) + (f":{line}" if line else "")
+    return " ".join(each for each in (name, place) if each)
+
+
+def by_stack(blocks: Blocks) -> list[tuple[int, int, int]]:
+    """(stack, blocks, bytes) of blocks, most bytes first."""
+    stacks, which, count = np.unique(blocks.stack, return_inverse=True, return_counts=True)
+    size = np.bincount(which, blocks.size.astype(np.float64), len(stacks))
+    order = np.argsort(-size, kind="stable")
+    return [(int(stacks[at]), int(count[at]), int(size[at])) for at in order]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Events at which a step of the job passes, and how they are known; ``guessed`` where only a rhythm shows them."""
+
+    marks: Array
+    known_by: str
+    guessed: bool
+
+    def __len__(self) -> int:
+        return len(self.marks)
+
+
+def steps(history: History, at: int) -> Steps:
+    """The steps of a training job up to event ``at``: by its optimizer, else by its calls of backward, else by rhythm.
+
+    The rhythm is that of the stack that comes round least often, and whose blocks are given back.
+    """
+    places = np.flatnonzero(history.action[: at + 1] == ALLOC)
+    places = places[places >= history.prologue]
+    stack = history.stack[places]
+    stepping = history.stacks.category == CATEGORIES.index("optimizer")
+    calling = np.array([_calls_backward(history, each) for each in range(len(history.stacks))], np.bool_)
+    for signs, known_by in ((stepping, "the optimizer's stacks"), (calling, "the calls of backward")):
+        inside = signs[stack]
+        marks = places[inside & ~np.append(False, inside[:-1])[: len(inside)]]
+        if len(marks) >= GROWTH_STEPS:
+            return Steps(marks, known_by, guessed=False)
+    return Steps(_rhythm(history, places, stack, at), "the rhythm of the trace", guessed=True)
+
+
+def _calls_backward(history: History, stack: int) -> bool:
+    return any(
+        name in ("backward", "_make_grads") and _BACKWARD_CALL.search(file)
+        for name, file, _ in history.stacks.of(stack)
+    )
+
+
+def _rhythm(history: History, places: Array, stack: Array, at: int) -> Array:
+    numbers, count = np.unique(stack, return_counts=True)
+    kept = np.bincount(history.live(at).stack, minlength=len(history.stacks))[numbers]
+    regular = np.flatnonzero((count >= GROWTH_STEPS) & (kept <= 0.2 * count) & (numbers > 0))
+    for each in regular[np.argsort(count[regular], kind="stable")][:_MOST_STACKS].tolist():
+        marks = places[stack == numbers[each]]
+        early, late = np.searchsorted(places, [marks[0], marks[-1]]) / max(1, len(places))
+        if early <= 0.5 and late >= 0.8:
+            return marks
+    return places[:0]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A stack whose live blocks become more, step after step, up to the instant looked at.
+
+    Attributes:
+        stack: number of the stack.
+        count, size: its live blocks that were made while it grew, and their bytes.
+        typical: the usual size of one block.
+        alike: share of blocks that have it.
+        a_step: blocks that come with each step of growth.
+        first_step, steps: when it began, and the number of steps in which it grew.
+        known_by: how the steps are known.
+        sure: neither are the steps guessed nor may the stack be one that is meant to keep what it makes.
+    """
+
+    stack: int
+    count: int
+    size: int
+    typical: int
+    alike: float
+    a_step: float
+    first_step: int
+    steps: int
+    known_by: str
+    sure: bool
+
+
+_GROWTH: WeakKeyDictionary[History, tuple[Growth, ...]] = WeakKeyDictionary()
+
+
+def growth(history: History) -> tuple[Growth, ...]:
+    """What grows up to the last failure, else up to the end of the trace; most bytes first."""
+    if history not in _GROWTH:
+        failures = history.failures
+        at = int(failures[-1]) if len(failures) else history.end
+        found = _growing(history, at) if history.sound and at > history.prologue else ()
+        _GROWTH[history] = tuple(sorted(found, key=lambda each: -each.size))
+    return _GROWTH[history]
+
+
+def _growing(history: History, at: int) -> Iterator[Growth]:
+    live = history.live(at)
+    live = live.where(live.born >= history.prologue)
+    # Without stacks, blocks of one size stand for what one line of code makes.
+    key = np.where(live.stack > 0, live.stack << 44, live.size)
+    keys, which, count = np.unique(key, return_inverse=True, return_counts=True)
+    many = np.flatnonzero(count >= GROWTH_STEPS)
+    if not len(many):
+        return
+    passed = steps(history, at)
+    if len(passed) < GROWTH_STEPS:
+        return
+    every = history.blocks
+    for each in many[np.argsort(-count[many], kind="stable")][:_MOST_STACKS].tolist():
+        mine = live.where(which == each)
+        stack = int(mine.stack[0])
+        if passed.guessed and _keeps(history, stack):
+            continue
+        same = every.where((every.stack == stack) & ((every.size == int(keys[each])) | (stack > 0)))
+        found = _steady(mine, same, passed)
+        if found is None:
+            continue
+        first, grown = found
+        typical = int(np.median(mine.size))
+        category = history.stacks.category_of(stack)
+        guessed_enough = len(mine) >= GUESSED_BLOCKS and category == "unknown" and stack > 0
+        yield Growth(
+            stack=stack,
+            count=len(mine),
+            size=int(mine.size.sum()),
+            typical=typical,
+            alike=float((mine.size == typical).mean()),
+            a_step=len(mine) / grown,
+            first_step=first,
+            steps=grown,
+            known_by=passed.known_by,
+            sure=not passed.guessed or guessed_enough,
+        )
+
+
+def _keeps(history: History, stack: int) -> bool:
+    """Whether a stack makes what a job keeps on purpose, one after the other, and outside of its steps."""
+    if stack <= 0 or history.stacks.category_of(stack) not in ("unknown", "activation"):
+        return True
+    return any(_COLLECTS.search(name) or _CHECKPOINT.search(file) for name, file, _ in history.stacks.of(stack))
+
+
+def _steady(mine: Blocks, same: Blocks, passed: Steps) -> tuple[int, int] | None:
+    """(first step, steps with growth) where blocks come evenly, step after step, to the end; else None.
+
+    ``mine`` are the blocks that are live at the end, ``same`` all that their stack ever made.
+    """
+    step = np.searchsorted(passed.marks, mine.born, side="right")
+    grown, births = np.unique(step, return_counts=True)
+    if len(grown) < GROWTH_STEPS:
+        return None
+    gaps = np.diff(grown)
+    usual = float(np.median(gaps))
+    if gaps.max() > max(GROWTH_GAP * usual, usual + 2) or len(passed) - grown[-1] > max(2.0, 2 * usual):
+        return None
+    half = len(grown) // 2
+    if births[-half:].sum() < STILL_GROWING * births[:half].sum() or births.max() > 0.5 * births.sum():
+        return None
+    # A window of the last losses gets a block and gives one back: what was there when these came must still be.
+    begun, now = int(mine.born.min()), int(mine.born.max())
+    given_back = int(((same.born < begun) & (same.freed > begun) & (same.freed <= now)).sum())
+    if given_back > (1 - NET_GROWTH) * len(mine):
+        return None
+    return int(grown[0]), len(grown)

@@ -1,0 +1,195 @@
+"""Out of memory although enough is unused: in pieces, none of which is large enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..finding import Confidence, Evidence, Finding, Where
+from ..registry import rule
+from .allocator import histories, own_frame
+from .capacity import failure_evidence, failure_words
+from .lengths import growing_lengths, grows
+from .oom import Failure, Verdict, gib, told_by
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+    from ...capsules.allocator import History, Segments
+
+#: Stacks of blocks that are named as those that split the memory.
+_MOST_NAMED = 3
+_MIB = 1 << 20
+
+
+@rule(
+    "memory/fragmentation",
+    stage="runtime",
+    severity="warning",
+    needs=("records.events",),
+    explained_by=("memory/leak", "memory/logged-tensors"),
+    cases=("out-of-memory-after-hours",),
+)
+def fragmentation(capsule: Capsule) -> Iterator[Finding]:
+    """Out of memory although the allocator holds enough unused: no one piece is large enough.
+
+    What it checks:
+        Failures of which the numbers, or the snapshot taken with them, tell what the allocator held and how large its
+        largest unused piece was.
+    Why it matters:
+        A smaller model hides it for a while. The memory is there; the order or the lifetime of the blocks is wrong.
+    How it decides:
+        Reserved less allocated is at least what was asked for, and no unused piece is. Confirmed where a snapshot
+        shows every piece that the request could have used, likely from the numbers of an error's text, undetermined
+        where the unused part is as small as any full device leaves. The stacks are named whose live blocks lie in the
+        segments with most unused memory, and whether the lengths grow from batch to batch: then each batch asks for
+        blocks larger than any that was given back.
+    Looks like it but is not:
+        A full device (less is unused than asked for), memory of other processes, unused memory of another stream or of
+        a captured graph (it is said, and is no fragmentation), memory that is reserved and not needed.
+    What to try next:
+        PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and separately the longest batches first; compare the peaks
+        of reserved and of allocated memory.
+    Fix:
+        Longest batches first or a few padded lengths; expandable segments; allocate what lives long before the first
+        step; keep no small blocks beyond their step.
+    """
+    told = told_by(capsule, "memory/fragmentation")
+    if told:
+        yield _finding(capsule, told)
+
+
+@dataclass(frozen=True)
+class _Unused:
+    """What was unused at a failure: that the request could have used, its largest piece, and that of other places."""
+
+    usable: int
+    largest: int
+    elsewhere: int
+    pins: tuple[tuple[int, int, int, int], ...]  # stack, blocks, their bytes, unused bytes beside them
+    grown: tuple[int, int, int] | None  # sizes that the failing stack asked for: first, last, how many
+
+
+def _finding(capsule: Capsule, told: Sequence[tuple[Failure, Verdict]]) -> Finding:
+    failure, verdict = told[0]
+    history = histories(capsule).get(failure.rank or 0)
+    at = None if history is None else _place(history, failure)
+    unused = None if history is None or at is None else _look(history, at)
+    requested = failure.requested or 0
+    lengths = growing_lengths(capsule, failure.rank)
+    elsewhere = unused is not None and unused.usable < requested
+    confidence: Confidence = "likely"
+    if verdict.kind == "undecided":
+        confidence = "undetermined"
+    elif unused is not None and unused.usable >= requested > unused.largest:
+        confidence = "confirmed"
+    words = failure_words(told)
+    cause = "the unused memory is split into pieces by blocks that live longer than what was beside them"
+    if unused is not None:
+        words += f" The largest unused piece has {gib(unused.largest)}."
+    if elsewhere and unused is not None:
+        cause = "the unused memory belongs to another stream or to the pool of a captured graph"
+        words += f" Only {gib(unused.usable)} of the unused memory are where this request looks."
+    elif history is not None and unused is not None and unused.pins:
+        stack, count, size, beside = unused.pins[0]
+        words += (
+            f" {count:,} blocks ({gib(size)}) of {own_frame(history, stack)} lie among {gib(beside)} that are unused."
+        )
+    growing = lengths is not None or (unused is not None and unused.grown is not None)
+    if growing and not elsewhere:
+        words += " Each batch asks for more than the one before, so that no block that was given back fits again."
+        cause = "the lengths grow from batch to batch: no block that was given back is large enough for the next batch"
+    expands = history is not None and bool((history.action == 5).any())
+    return Finding(
+        severity="info" if failure.caught else None,
+        confidence=confidence,
+        title="Out of memory: enough is unused, in pieces"
+        if not elsewhere
+        else "Out of memory: unused memory elsewhere",
+        summary=words,
+        where=Where(step=failure.step, rank=failure.rank),
+        evidence=(*failure_evidence(told), *_evidence(history, unused, requested), *_lengths(lengths)),
+        cause=cause,
+        next=(
+            "the longest batches first: compare the peaks of reserved memory",
+            *(() if expands else ("the same job with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)),
+            *(() if unused is not None else ("a snapshot at the failure names the blocks that split the memory",)),
+        ),
+        fix=(
+            "process the longest batches first, or pad to a few lengths"
+            if growing
+            else "allocate what lives long before the first step, keep nothing small beyond its step",
+            *(() if expands else ("use expandable segments",)),
+        ),
+    )
+
+
+def _place(history: History, failure: Failure) -> int | None:
+    """The event of a failure in its rank's trace: of those that asked for as much, the one nearest in time."""
+    found = [at for at in history.failures.tolist() if int(history.size[at]) == failure.requested]
+    if failure.t is None:
+        return found[-1] if found else None
+    return min(found, key=lambda at: abs(history.time_us[at] / 1e6 - (failure.t or 0.0)), default=None)
+
+
+def _look(history: History, at: int) -> _Unused:
+    found = history.segments(at)
+    own = (found.stream == history.stream[at]) & (found.pool == history.pool[at])
+    usable = own[found.free_segment] if len(found.free_segment) else np.zeros(0, np.bool_)
+    return _Unused(
+        usable=int(found.free_size[usable].sum()),
+        largest=int(found.free_size[usable].max(initial=0)),
+        elsewhere=int(found.free_size[~usable].sum()),
+        pins=_pins(found, own),
+        grown=_grown(history, at),
+    )
+
+
+def _pins(found: Segments, own: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[tuple[int, int, int, int], ...]:
+    """Stacks of the live blocks that lie in segments mostly unused, those with most unused memory beside them first."""
+    unused = np.bincount(found.free_segment, found.free_size.astype(np.float64), len(found.start))
+    mostly = own & (unused > 0.5 * (found.end - found.start)) & (unused >= _MIB)
+    inside = found.block_segment >= 0
+    inside[inside] = mostly[found.block_segment[inside]]
+    blocks, segment = found.blocks.where(inside), found.block_segment[inside]
+    rows: list[tuple[int, int, int, int]] = []
+    for stack in np.unique(blocks.stack).tolist():
+        mine = blocks.stack == stack
+        beside = int(unused[np.unique(segment[mine])].sum())
+        rows.append((stack, int(mine.sum()), int(blocks.size[mine].sum()), beside))
+    return tuple(sorted(rows, key=lambda each: (-each[3], each[2]))[:_MOST_NAMED])
+
+
+def _grown(history: History, at: int) -> tuple[int, int, int] | None:
+    """Sizes that the stack of the failed request asked for before, where they grew: first, last, how many."""
+    stack = int(history.stack[at])
+    asked = np.flatnonzero((history.stack[: at + 1] == stack) & np.isin(history.action[: at + 1], (0, 8)))
+    asked = asked[asked >= history.prologue]
+    sizes = history.size[asked]
+    return (int(sizes[0]), int(sizes[-1]), len(sizes)) if stack > 0 and grows(sizes.astype(np.float64)) else None
+
+
+def _evidence(history: History | None, unused: _Unused | None, requested: int) -> Iterator[Evidence]:
+    if history is None or unused is None:
+        return
+    yield Evidence(name="unused, for this request", value=unused.usable, expected=f"≥ {requested:,}", unit="B")
+    yield Evidence(name="its largest piece", value=unused.largest, expected=f"≥ {requested:,}", unit="B")
+    if unused.elsewhere:
+        yield Evidence(name="unused, of other streams and pools", value=unused.elsewhere, unit="B")
+    for stack, count, size, beside in unused.pins:
+        note = f"{count:,} blocks, {size:,} B, of {own_frame(history, stack)}"
+        yield Evidence(name="unused beside live blocks", value=beside, unit="B", note=note)
+    if unused.grown is not None:
+        first, last, times = unused.grown
+        note = f"{times:,} requests of the stack that failed"
+        yield Evidence(name="size asked for", value=last, expected=f"≈ {first:,}", unit="B", note=note)
+
+
+def _lengths(lengths: object) -> Iterator[Evidence]:
+    from ..series import Curve
+
+    if isinstance(lengths, Curve):
+        first, last = float(lengths.value[0]), float(lengths.value[-1])
+        yield Evidence(name="length", value=last, expected=f"≈ {first:,.0f}", note=f"from {len(lengths):,} batches on")

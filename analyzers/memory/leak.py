@@ -1,0 +1,224 @@
+"""Memory that rises step after step and is not given back: in a snapshot's trace by stack, in a log as a curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..finding import Evidence, Finding, Where
+from ..registry import NotJudged, rule
+from ..series import Curve, align, segments, theil_sen
+from .allocator import Growth, growth, histories, own_frame
+from .lengths import length_curves, rank_correlation
+from .oom import failures, gib
+from .thresholds import (
+    CURVE_BYTES,
+    CURVE_EVEN,
+    CURVE_JUMP,
+    CURVE_POINTS,
+    CURVE_RESET,
+    CURVE_RISE,
+    FOLLOWS_LENGTHS,
+    GROWTH_STEPS,
+)
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+    from ...capsules.allocator import History
+
+#: Stacks that are named in one finding.
+_MOST_NAMED = 3
+
+
+@rule(
+    "memory/leak",
+    stage="runtime",
+    severity="warning",
+    needs=("tensors.allocator/action|scalars.memory_allocated",),
+    explained_by=("memory/logged-tensors",),
+    cases=("out-of-memory-after-hours",),
+)
+def leak(capsule: Capsule) -> Iterator[Finding]:
+    """Live memory rises with every step and is not given back.
+
+    What it checks:
+        The trace of an allocator snapshot: stacks whose blocks become more with each step, up to the failure or the
+        end. Without one, the curve of allocated bytes that a log holds.
+    Why it matters:
+        Such a job dies after hours, at a line that has nothing to do with it, and a larger device only postpones that.
+    How it decides:
+        Trace: a stack gets new blocks in at least 8 steps, evenly, to the end, and gives fewer than a fifth of them
+        back. Steps are known by the optimizer's stacks or the calls of backward (likely); where only the trace's
+        rhythm shows them it is undetermined, unless the stack is no part of a forward pass and holds 32 blocks.
+        Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
+        more than a quarter of it; it may fall back at the ends of epochs (likely).
+    Looks like it but is not:
+        The first steps, the optimizer's state, a cache that fills up and stays, a window of the last losses, a KV
+        cache or activations that grow with the lengths, outputs that an evaluation keeps till its end, memory that
+        is only reserved, a curve that goes up and down.
+    What to try next:
+        Record a snapshot over some twenty steps (torch.cuda.memory._record_memory_history, _dump_snapshot) and look at
+        the stack that is named; print len() of the lists that live longer than a step.
+    Fix:
+        Give up what is kept: detach and take .item() of what is logged, clear lists at the end of a step, do not hold
+        outputs, and drop references to exceptions, whose tracebacks hold tensors.
+    """
+    traced = histories(capsule)
+    found = {rank: grown for rank, history in traced.items() if (grown := growth(history))}
+    for rank, grown in found.items():
+        yield _from_trace(traced[rank], rank, grown, tuple(found))
+        return  # ranks of one job leak alike; the first one speaks for them
+    curves = _rising(capsule)
+    if curves:
+        yield _from_curve(capsule, curves)
+    elif traced and not any(history.sound for history in traced.values()):
+        raise NotJudged("a trace that tells of allocations and of their ends (the recorded one leaves events out)")
+
+
+def _from_trace(history: History, rank: int, grown: tuple[Growth, ...], ranks: tuple[int, ...]) -> Finding:
+    most = grown[0]
+    sure = any(each.sure for each in grown)
+    total = sum(each.size for each in grown)
+    stacks = f"{len(grown)} stacks" if len(grown) > 1 else "one stack"
+    words = (
+        f"{sum(each.count for each in grown):,} live blocks ({gib(total)}) of {stacks} came step after step "
+        f"and were not given back; most from {own_frame(history, most.stack)}: {most.count:,} of {gib(most.typical)}."
+    )
+    return Finding(
+        confidence="likely" if sure else "undetermined",
+        title="Memory leaks step after step" if sure else "Blocks of one stack become more and more",
+        summary=words + (f" {len(ranks)} ranks do the same." if len(ranks) > 1 else ""),
+        where=Where(rank=rank),
+        evidence=tuple(line for each in grown[:_MOST_NAMED] for line in growth_evidence(history, each)),
+        cause="what these lines make is kept beyond the step" if sure else None,
+        next=(
+            "look at the named line: what holds its result after the step?",
+            *(() if sure else ("record a trace of some twenty steps that begins before a step does",)),
+        ),
+        fix=("detach, take .item() or clear what is kept; hold no outputs, losses or exceptions beyond a step",),
+    )
+
+
+def growth_evidence(history: History, each: Growth) -> Iterator[Evidence]:
+    """What one growing stack shows: blocks, bytes, the pace, and its frames."""
+    place = own_frame(history, each.stack)
+    yield Evidence(name="live blocks", value=each.count, expected=f"< {GROWTH_STEPS}", note=place)
+    yield Evidence(name="bytes of them", value=each.size, expected=0, unit="B", note=f"usually {each.typical:,} B each")
+    note = f"in {each.steps:,} steps, by {each.known_by}"
+    yield Evidence(name="blocks a step", value=round(each.a_step, 3), expected=0, note=note)
+    frames = [
+        f"{name} {file}:{line}" if line else f"{name} {file}" for name, file, line in history.stacks.of(each.stack)
+    ]
+    if frames:
+        yield Evidence(name="stack", value=" < ".join(frames[:6]))
+
+
+@dataclass(frozen=True)
+class Rise:
+    """A stretch of a curve that rises evenly: where, by how much a step, from and to which level."""
+
+    rank: int
+    first: int
+    last: int
+    slope: float
+    low: float
+    high: float
+    resets: tuple[int, ...]
+
+
+def _rising(capsule: Capsule) -> list[Rise]:
+    found: list[Rise] = []
+    for key in capsule.scalar_keys():
+        if key.name != "memory_allocated" or key.side == "allocator":
+            continue
+        for part in segments(capsule, "memory_allocated", key.rank) if key.side is None else ():
+            rise = _even_rise(capsule, part.finite(), key.rank)
+            found += [rise] if rise is not None else []
+    return sorted(found, key=lambda each: (each.rank, each.first))
+
+
+def _even_rise(capsule: Capsule, whole: Curve, rank: int) -> Rise | None:
+    """The longest stretch between two falls, where it rises evenly; None where none does."""
+    whole = whole.where(slice(max(2, len(whole) // 20), None))
+    if len(whole) < CURVE_POINTS:
+        return None
+    cuts = _falls(whole)
+    edges = [0, *cuts, len(whole)]
+    start, end = max(pairwise(edges), key=lambda each: each[1] - each[0])
+    part = whole.where(slice(start, end))
+    if len(part) < CURVE_POINTS:
+        return None
+    slope = theil_sen(part)
+    span = float(part.step[-1] - part.step[0])
+    if slope is None or slope.low <= 0:
+        return None
+    rise = slope.value * span
+    if rise < max(CURVE_BYTES, CURVE_RISE * float(np.median(part.value))):
+        return None
+    quarters = np.array([np.median(each) for each in np.array_split(part.value, 4)])
+    if np.diff(quarters).min() < CURVE_EVEN * rise / 4 or np.diff(part.value).max() > CURVE_JUMP * rise:
+        return None
+    if _follows_lengths(capsule, part, rank):
+        return None
+    resets = tuple(int(whole.step[each]) for each in cuts)
+    low, high = float(part.value.min()), float(part.value.max())
+    return Rise(rank, int(part.step[0]), int(part.step[-1]), slope.value, low, high, resets)
+
+
+def _falls(curve: Curve) -> list[int]:
+    """Indices at which a curve gives back most of what it had gained since the last such place."""
+    found: list[int] = []
+    lowest = highest = float(curve.value[0])
+    least = max(CURVE_BYTES, CURVE_RISE * highest)
+    for at, value in enumerate(curve.value.tolist()):
+        gained = highest - lowest
+        if gained >= least and highest - value > CURVE_RESET * gained:
+            found.append(at)
+            lowest = highest = value
+        lowest, highest = min(lowest, value), max(highest, value)
+    return found
+
+
+def _follows_lengths(capsule: Capsule, part: Curve, rank: int) -> bool:
+    for lengths in length_curves(capsule, rank):
+        _, memory, length = align(part, lengths)
+        if len(memory) >= 10 and rank_correlation(memory, length) >= FOLLOWS_LENGTHS:
+            return True
+    return False
+
+
+def _from_curve(capsule: Capsule, rises: list[Rise]) -> Finding:
+    first = rises[0]
+    capacity = max((each.capacity for each in failures(capsule) if each.capacity is not None), default=None)
+    words = (
+        f"Allocated memory rises by {gib(first.slope)} a step from step {first.first:,} to {first.last:,}: "
+        f"{gib(first.low)} became {gib(first.high)}."
+    )
+    if first.resets:
+        words += (
+            f" It fell back at step {', '.join(f'{each:,}' for each in first.resets[:4])}, as at the end of an epoch."
+        )
+    ranks = {each.rank for each in rises}
+    full = [] if capacity is None else [Evidence(name="capacity", value=capacity, unit="B")]
+    return Finding(
+        confidence="likely",
+        title="Memory leaks step after step",
+        summary=words + (f" {len(ranks)} ranks do the same." if len(ranks) > 1 else ""),
+        where=Where(step=first.first, rank=first.rank),
+        evidence=(
+            Evidence(name="growth", value=round(first.slope), expected=0, unit="B/step"),
+            Evidence(name="memory_allocated", value=first.high, expected=f"≈ {first.low:,.0f}", unit="B"),
+            Evidence(
+                name="falls back", value=len(first.resets), note=", ".join(f"{each:,}" for each in first.resets[:8])
+            ),
+            *full,
+        ),
+        cause="something made in a step is kept beyond it"
+        + (", until the epoch ends: a list of losses or outputs" if first.resets else ""),
+        next=("record an allocator snapshot over some twenty steps: it names the line",),
+        fix=("detach, take .item() or clear what is kept; hold no outputs, losses or exceptions beyond a step",),
+    )

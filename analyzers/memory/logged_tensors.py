@@ -1,0 +1,111 @@
+"""One small block of one line stays with every step: a metric that was logged with its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..finding import Evidence, Finding, Where
+from ..registry import rule
+from .allocator import Growth, by_stack, growth, histories, own_frame
+from .leak import growth_evidence
+from .oom import gib
+from .thresholds import LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, MANY_ALIKE
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+    from ...capsules.allocator import History
+
+
+@rule(
+    "memory/logged-tensors",
+    stage="runtime",
+    severity="warning",
+    needs=("tensors.allocator/action",),
+)
+def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
+    """A small block of one line stays with every step: a logged value is kept as a tensor.
+
+    What it checks:
+        The trace of an allocator snapshot: a line that makes one small block, or a few, in each step, all alike, none
+        of which is given back. Without a trace, the live blocks of the snapshot.
+    Why it matters:
+        A loss that goes into a list or into a running sum as a tensor holds its graph, and with it what the graph was
+        made of. Kilobytes a step are gigabytes after an epoch.
+    How it decides:
+        A stack grows as memory/leak asks for, by at most 4 blocks a step of at most 16 MiB, 80 % of them of one size
+        (likely where the steps are known, undetermined where they are guessed). Without a trace: 200 live blocks or
+        more of one size and one stack, that is no part of a forward pass (undetermined).
+    Looks like it but is not:
+        Parameters, the optimizer's state, and activations of many layers, which are alike as well, a window of the last
+        hundred losses, a cache that fills up.
+    What to try next:
+        Look at the named line, and at what its result is appended or added to.
+    Fix:
+        .detach() what is kept, or .item() where one number is wanted (every so many steps: it waits for the device).
+    """
+    traced = histories(capsule)
+    for rank, history in traced.items():
+        kept = [each for each in growth(history) if _is_logged(each)]
+        if kept:
+            yield _growing(history, rank, max(kept, key=lambda each: (each.sure, each.count)))
+            return  # the ranks of one job run one program
+    for rank, history in traced.items():
+        if not len(history) > history.prologue and (found := _many(history)) is not None:
+            yield _alike(history, rank, *found)
+            return
+
+
+def _is_logged(each: Growth) -> bool:
+    return each.typical <= LOGGED_BYTES and each.a_step <= LOGGED_A_STEP and each.alike >= LOGGED_ALIKE
+
+
+def _growing(history: History, rank: int, each: Growth) -> Finding:
+    place = own_frame(history, each.stack)
+    return Finding(
+        confidence="likely" if each.sure else "undetermined",
+        title="Logged tensors are kept" if each.sure else "Small blocks of one line become more and more",
+        summary=(
+            f"{each.count:,} live blocks of {gib(each.typical)} ({gib(each.size)} in all) come from {place}: "
+            f"{each.a_step:.3g} a step over {each.steps:,} steps, and none is given back."
+        ),
+        where=Where(rank=rank),
+        evidence=(
+            *growth_evidence(history, each),
+            Evidence(name="of one size", value=round(each.alike, 3), expected=f"< {LOGGED_ALIKE}"),
+        ),
+        cause="the result of this line is kept with its graph, once a step" if each.sure else None,
+        next=("look at what the result of the named line is appended or added to",),
+        fix=(".detach() what is kept, or .item() where one number is wanted",),
+    )
+
+
+def _many(history: History) -> tuple[int, int, int] | None:
+    """(stack, blocks, bytes) of many blocks that are alike, where nothing says that they are meant to be there."""
+    live = history.live(history.end)
+    for stack, count, size in by_stack(live):
+        if stack <= 0 or count < MANY_ALIKE or history.stacks.category_of(stack) != "unknown":
+            continue
+        sizes = live.size[live.stack == stack]
+        same = int((sizes == sizes[0]).sum())
+        if same >= LOGGED_ALIKE * count and sizes[0] <= LOGGED_BYTES:
+            return stack, count, size
+    return None
+
+
+def _alike(history: History, rank: int, stack: int, count: int, size: int) -> Finding:
+    place = own_frame(history, stack)
+    return Finding(
+        confidence="undetermined",
+        title="Many small blocks of one line",
+        summary=(
+            f"{count:,} live blocks ({gib(size)}) come from {place}. One a step, and a logged tensor is kept; one a "
+            "layer or a parameter, and nothing is wrong: the snapshot has no trace to tell."
+        ),
+        where=Where(rank=rank),
+        evidence=(
+            Evidence(name="live blocks", value=count, expected=f"< {MANY_ALIKE}", note=place),
+            Evidence(name="bytes of them", value=size, unit="B"),
+        ),
+        next=("record a trace: torch.cuda.memory._record_memory_history() some twenty steps before the snapshot",),
+    )
