@@ -323,6 +323,12 @@ class CapsuleWriter:
         self._of(rank).heartbeat(status, _trigger(trigger), step)
 
     @alone
+    def withdraw(self) -> None:
+        """Take back the trigger that this rank has given."""
+        self._of(None).state.trigger = None
+        self.heartbeat()
+
+    @alone
     def flush(self) -> None:
         """Ask the operating system to put everything on disk, and renew the heartbeats."""
         self._appender.sync()

@@ -27,6 +27,8 @@ MOST_ROWS = 2000
 MOST_OPEN = 512
 #: Share of the time that reading the flight recorder may take. It costs by what it holds: 0.1 to 50 ms.
 SHARE = 0.005
+#: Seconds without a window after which the watchdog looks.
+BETWEEN = 5.0
 
 #: ``last_seq``, ``last_started`` and ``last_completed``, each by group.
 Numbers = dict[str, dict[str, int]]
@@ -59,6 +61,10 @@ class Collectives:
         self._failed: dict[str, int] = {}  # group → its first collective that failed
         self._last: dict[str, int] = {}  # group → the last collective that was seen
         self._every = 1
+        self._cost = 0.0  # seconds of the last look
+        self._looked = time.monotonic()
+        self._state: Any = None  # numbers of the groups, and who waits, when they last moved
+        self._stood = 0.0
         self._windows = 0
 
     # -- when to look
@@ -68,16 +74,15 @@ class Collectives:
         self.begun(began, step)
         self._windows += 1
         if self._windows % self._every == 0:
-            started = time.perf_counter()
             self.collect()
-            cost, every = time.perf_counter() - started, 1
-            while cost > SHARE * (time.time() - began) * every and every < 1 << 16:
+            every = 1
+            while self._cost > SHARE * (time.time() - began) * every and every < 1 << 16:
                 every *= 2
             self._every = every
 
     def begun(self, began: float, step: int) -> None:
         """A window has begun; may be said again."""
-        if not self._marks or self._marks[-1] != (began, step):
+        if not self._marks or self._marks[-1][0] < began:
             self._marks.append((began, step))
 
     # -- reading
@@ -94,6 +99,7 @@ class Collectives:
         """
         if not self._lock.acquire(timeout=wait):
             return False
+        started = time.perf_counter()
         try:
             calls = [*self._unmatched, *self.calls.take()]
             record = read() if self._groups.recorded else None
@@ -104,6 +110,7 @@ class Collectives:
             self._write(everything)
             return True
         finally:
+            self._cost, self._looked = time.perf_counter() - started, time.monotonic()
             self._lock.release()
 
     def _refresh(self, record: Record | None) -> None:
@@ -217,10 +224,63 @@ class Collectives:
                     found[each][name] = value if failed is None or each == "last_seq" else min(value, failed - 1)
         return found
 
+    def late(self, most: float, exact: float | None = None) -> tuple[Operation, float] | None:
+        """The oldest operation under way, where it has been so for too long, and for how many seconds.
+
+        Costs microseconds as long as the numbers of the groups move or nothing is under way.
+
+        Args:
+            most: seconds, or half the time-out of its group where that is less.
+            exact: seconds whatever the time-out is.
+        """
+        now = time.time()
+        if not self._stands(now, exact or most):
+            return None
+        self.collect()
+        operation = self.oldest()
+        if operation is None:
+            return None
+        timeout = operation.group.timeout if operation.group is not None else None
+        limit = exact if exact is not None else min(most, timeout / 2 if timeout else most)
+        return (operation, now - operation.created) if now - operation.created >= limit else None
+
+    def _stands(self, now: float, most: float) -> bool:
+        """Whether it is worth to look closer: something is under way and nothing has moved for a second or so."""
+        record = read(entries=False) if self._groups.recorded else None
+        status = {} if record is None else record.status
+        under_way = any(
+            each.get("last_enqueued_collective", -1) > each.get("last_completed_collective", -1)
+            for each in status.values()
+        )
+        waiting = {id(call) for call in list(self.calls.blocked.values())}
+        state = (repr(status), frozenset(waiting))
+        if state != self._state or not (under_way or waiting):
+            self._state, self._stood = state, now
+            return False
+        return now - self._stood >= min(most, 5.0) / 2
+
+    def between(self) -> None:
+        """Read on where no window has ended for long: before the first, in an evaluation, in steps that take long."""
+        idle = time.monotonic() - self._looked
+        if idle > max(BETWEEN, self._cost / SHARE):
+            self.collect()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any collective failed."""
+        return bool(self._failed)
+
     def oldest(self) -> Operation | None:
         """The oldest operation that is under way, as last collected; one that failed, or waits for nobody, is not."""
         with self._lock:
-            waiting = [each for each in self._open if not each.completed and not (each.call and each.call.failed)]
+            waits = {id(call) for call in self.calls.blocked.values()}
+            waiting = [
+                each
+                for each in self._open
+                if not each.completed and not (each.call and each.call.failed)
+                # A receive that was posted ahead of time waits for nobody yet.
+                if each.entry is not None or id(each.call) in waits
+            ]
         return min(waiting, key=lambda each: each.created, default=None)
 
     # -- writing

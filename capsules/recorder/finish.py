@@ -330,6 +330,14 @@ class Finisher:
             self.trigger = trigger
         self._writer.heartbeat(trigger=self.trigger.fields(), step=trigger.step)
 
+    def take_over(self, trigger: Trigger | None) -> None:
+        """Carry a trigger that the watchdog has found; None: it was none after all."""
+        if trigger is not None:
+            self._carry(trigger)
+        elif self.trigger is not None and self.trigger.kind == "hang":
+            self.trigger = None
+            self._writer.withdraw()
+
     # -- life
 
     def _check_size(self) -> None:
@@ -349,7 +357,7 @@ class Finisher:
         if self._writer.closed:
             return
         if self.ranks is not None:
-            self.ranks.close(self.step)
+            self.ranks.close()
         if self.windows:
             self._attempt("batches", lambda: self._output.ring(self._ring))
         trigger = self.trigger.fields() if self.trigger else None

@@ -115,6 +115,7 @@ class ModuleHooks:
         self.last_gradient = 0.0  # when it was there, by the clock of performance; only where it is reduced later
         self.fired: set[str] = set()
         self.recomputes = False
+        self.look_again = False
         self.recompute = Recompute(tape)
         self.outside: Outside | None = None
         self._seen_outside = False
@@ -149,8 +150,10 @@ class ModuleHooks:
                 hook = self._parameter_hook(self.parameters[id(parameter)])
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def watch_recomputation(self) -> None:
-        """Once it is known to happen: see the random state before every module."""
+    def watch_recomputation(self, everything: bool) -> None:
+        """Once it is known to happen: see the random state before every module, in windows that look at everything."""
+        fresh = not self.recompute.installed
+        self.look_again = self.recomputes and (fresh or everything)
         if self.recomputes and not self.recompute.installed:
             self.recompute.installed = True
             for name, module in _children_first(self.root):

@@ -1,22 +1,38 @@
 """What one of several ranks did: its collectives, its account of time and samples, and how it ended.
 
-Nothing here asks the other ranks for anything: no collective, no store that may wait.
+Nothing here asks the other ranks for anything: no collective, no store that may wait. Of a hang they tell each other
+by a file in the capsule's directory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ..process import host
+from ..storage import TEMPORARY
 from ..writer import CapsuleWriter
+from .calls import frames_of
 from .collectives import Collectives
+from .operation import Operation
+from .triggers import Trigger
+from .watchdog import TICK, Watchdog
 from .window import Window
 
 #: Accounts in the stream before it is cut to the last one; each window appends one, so that a kill loses none.
 MOST_ACCOUNTS = 1000
+#: Seconds for which a collective may be under way before it counts as a hang, where half its time-out is not less. A
+#: rank may well write a checkpoint or evaluate for minutes while the others wait; torch gives up after 600 or 1,800 s.
+HANG_AFTER = 300.0
+#: Seconds without a heartbeat after which the watchdog renews it: a long step is no dead process.
+HEARTBEAT_EVERY = 10.0
+#: The file that says that a rank hangs, no evidence.
+FLAG = f"{TEMPORARY}hang"
 
 Attempt = Callable[[str, Callable[[], None]], None]
 
@@ -27,21 +43,42 @@ class Ranks:
     Args:
         writer: of the capsule.
         attempt: runs a part of the recording and disables it where it raises.
+        window: the window that is open, if one is.
+        carry: what takes a trigger over into the heartbeat, or with None the last one back.
+        hang_after: seconds, see ``HANG_AFTER``; None for the default.
     """
 
-    def __init__(self, writer: CapsuleWriter, attempt: Attempt) -> None:
+    def __init__(
+        self,
+        writer: CapsuleWriter,
+        attempt: Attempt,
+        window: Callable[[], Window | None],
+        carry: Callable[[Trigger | None], None],
+        hang_after: float | None,
+    ) -> None:
         self._writer = writer
         self._attempt = attempt
+        self._window = window
+        self._carry = carry
+        self._hang_after = hang_after
         self._collectives = Collectives(writer)
         self._host = host()
         self._accounts = 0
         self._steps = 0
+        self._step = 0
         self._samples = 0
         self._inside = 0.0  # seconds in collectives up to the end of the last window
         self._means = Means()
         self._exit: dict[str, Any] | None = None
+        self._hung: Operation | None = None
+        self._told = False  # of the hang of another rank
+        self._flag = writer.path / FLAG
+        self._beaten = time.monotonic()
+        self._main = threading.main_thread().ident
         self._closed = False
         self._collectives.calls.install()
+        tick = TICK if hang_after is None else min(TICK, max(hang_after / 4, 0.05))
+        self._watchdog = Watchdog(self._look, self._signalled, tick)
 
     # -- windows
 
@@ -56,17 +93,18 @@ class Ranks:
         communication = inside - self._inside + window.reduction_wait
         self._inside = inside
         values["communication_time"] = communication
-        self._steps += 1
+        self._steps, self._step = self._steps + 1, window.step
         self._samples += sum(len(micro.row_digests) for micro in window.micros)
         if self._steps > 1:  # the first one warms up
             self._means.add(values["step_time"] - communication, communication, values["data_time"])
         began = window.micros[0].began if window.micros else time.time()
         self._attempt("collectives", lambda: self._collectives.window(began, window.step))
-        self._attempt("ranks", lambda: self._account(window.step))
+        if self._hung is not None:
+            self._attempt("ranks", self._recovered)
+        self._attempt("ranks", self._account)
 
-    def _account(self, step: int | None) -> None:
-        record: dict[str, Any] = {"t": time.time(), "host": self._host, "steps": self._steps}
-        record |= {"step": step} if step is not None else {}
+    def _account(self) -> None:
+        record: dict[str, Any] = {"t": time.time(), "host": self._host, "steps": self._steps, "step": self._step}
         record |= {"samples_seen": self._samples} if self._samples else {}
         record |= {name: numbers for name, numbers in self._collectives.numbers().items() if numbers}
         record |= self._means.milliseconds()
@@ -76,6 +114,65 @@ class Ranks:
             self._writer.rewrite("ranks", [record])
         else:
             self._writer.record("ranks", record)
+
+    # -- from the watchdog's thread
+
+    def _look(self) -> None:
+        if self._closed:
+            return
+        window = self._window()
+        if window is not None and window.micros:
+            self._step = window.step
+            self._collectives.begun(window.micros[0].began, window.step)
+        if time.monotonic() - self._beaten > HEARTBEAT_EVERY:
+            self._beaten = time.monotonic()
+            self._writer.heartbeat()
+        self._collectives.between()
+        if self._hung is None and (late := self._collectives.late(self._hang_after or HANG_AFTER, self._hang_after)):
+            self._hangs(*late)
+        elif self._hung is None and self._flag.exists() != self._told:
+            self._told = not self._told
+            if self._told:
+                self._write_state("another rank waits for ranks that did not come; this rank was here")
+
+    def _hangs(self, operation: Operation, seconds: float) -> None:
+        row = operation.row(None)
+        words = f"{row.get('op')} number {operation.seq} of group {operation.name!r} is under way since {seconds:.0f} s"
+        self._hung, self._told = operation, True
+        self._exit = self._exit or {"kind": "hang", "t": time.time(), "message": words}
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        self._carry(Trigger("hang", self._step, self._writer.rank, str(row.get("op")), round(seconds, 1), words))
+        self._write_state(f"hang: {words}")
+
+    def _recovered(self) -> None:
+        """It was slow, not stuck: what was said of a hang is taken back."""
+        operation, self._hung = self._hung, None
+        self._exit = None if self._exit is not None and self._exit["kind"] == "hang" else self._exit
+        self._flag.unlink(missing_ok=True)
+        self._told = False
+        seconds = time.time() - operation.created if operation is not None else 0.0
+        self._write_event("log", level="warning", message=f"the collective went on; begun {seconds:.0f} s ago")
+        self._carry(None)
+
+    def _signalled(self, name: str) -> None:
+        if self._closed:
+            return
+        self.ends("signal", name)
+        self._carry(Trigger("signal", self._step, self._writer.rank, name, message=f"received {name}"))
+        self._write_state(f"received {name} while the job's own thread was not to be reached")
+
+    def _write_state(self, words: str) -> None:
+        """What this rank is at: operations under way, and the stack of the job's thread."""
+        self._collectives.collect(everything=True, wait=2.0)
+        frames = frames_of(sys._current_frames().get(self._main or 0))  # pyright: ignore[reportPrivateUsage]
+        self._write_event("stack", message=words, thread="main", frames=frames)
+        self._write_event("log", level="error", message=words)
+        self._account()
+
+    def _write_event(self, kind: str, **fields: Any) -> None:
+        about = {"kind": kind, "step": self._step, "t": time.time(), "logger": "llmconsole.recorder"}
+        self._writer.record("events", about | fields)
 
     # -- the end
 
@@ -96,23 +193,27 @@ class Ranks:
         """The loop has caught what was to end it."""
         self._exit = None
 
-    def close(self, step: int) -> None:
+    def close(self) -> None:
         """Write what is left, the operations under way among it. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         self._exit = self._exit or _uncaught() or {"kind": "ok", "t": time.time()}
         self._attempt("collectives", self._collect_all)
-        self._attempt("ranks", lambda: self._account(step))
+        self._attempt("ranks", self._account)
         self.stop()
 
     def _collect_all(self) -> None:
         self._collectives.collect(everything=True, wait=5.0)
+        if self._hung is not None and not self._collectives.failed and self._collectives.oldest() is None:
+            self._recovered()
+            self._exit = self._exit or {"kind": "ok", "t": time.time()}
 
     def stop(self) -> None:
         """Look at nothing any more."""
         self._closed = True
         self._collectives.calls.close()
+        self._watchdog.stop()
 
 
 class Means:

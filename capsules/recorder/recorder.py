@@ -71,6 +71,7 @@ class Recorder:
             beside each checkpoint that the loop saves. One that lies beside a loaded checkpoint is always read.
         checkpoints: a watcher of checkpoints that was begun before the recorder; left out, one begins now.
         max_bytes: size of this rank's directory at which recording ends with a warning.
+        hang_after: seconds a collective may take before all ranks write where they are; else 300 or half its time-out.
         phase: of the capsule.
         title: of the capsule; without one the run's name, else the name of the script.
     """
@@ -92,6 +93,7 @@ class Recorder:
         contract: bool = False,
         checkpoints: Checkpoints | None = None,
         max_bytes: int = 4 << 30,
+        hang_after: float | None = None,
         phase: str = "training",
         title: str = "",
     ) -> None:
@@ -103,12 +105,11 @@ class Recorder:
         self._next_step = 0
         self._patience = UNSEEN_MICROS
         self._left = time.perf_counter()
-        self._look_again = False
         try:
             self._every = max(int(every), 1)
             self._statistics_every = max(int(statistics_every or every), 1)
             self._keep = int(keep_batches)
-            self._contract, self._checkpoints = bool(contract), checkpoints
+            self._contract, self._checkpoints, self._hang_after = bool(contract), checkpoints, hang_after
             self._open(directory, model, optimizer, config, tokenizer, manifest, phase, title, whole_updates, max_bytes)
         except Exception as error:
             log.warning("not recording: %s: %s", type(error).__name__, said_by(error).split("\n")[0])
@@ -161,7 +162,8 @@ class Recorder:
             writer, self._loop, DeviceScalars(device), rank, self._attempt, training, self._keep, max_bytes
         )
         if world_size > 1:
-            self._finisher.ranks = Ranks(writer, self._attempt)
+            parts = (lambda: self._loop.window, self._finisher.take_over)
+            self._finisher.ranks = Ranks(writer, self._attempt, *parts, self._hang_after)
         told = (tokenizer, self._contract, self._checkpoints)
         self._between = Between(writer, self._loop, self._finisher, fields, *told, self._attempt)
         self._signals = Signals(self._signalled)
@@ -281,7 +283,7 @@ class Recorder:
             self._tape.clear()
             self._tape.everything = everything
             self._between.begin(loop.window)
-            self._look_at_recomputation(everything)
+            self._attempt("recomputation", lambda: self._hooks.watch_recomputation(everything))
             if self._finisher.windows < 2 or not self._finisher.saw_gradients or loop.window.due:
                 self._attempt("activations and gradients", self._hooks.watch_parameters)
         window = loop.window
@@ -294,19 +296,10 @@ class Recorder:
             self._attempt("cursors", lambda: setattr(micro, "cursor", describe.cursor(handle.cursor)))
         self._attempt("random state", lambda: setattr(micro, "random", RandomState.capture()))
         self._hooks.begin()
-        self._hooks.recompute.begin(self._look_again)
+        self._hooks.recompute.begin(self._hooks.look_again)
         self._tape.begin(micro.index)
         loop.inside = True
         self._tape.on = "activations and gradients" not in self._disabled
-
-    def _look_at_recomputation(self, everything: bool) -> None:
-        def look() -> None:
-            fresh = not self._hooks.recompute.installed
-            self._hooks.watch_recomputation()
-            installed = self._hooks.recompute.installed
-            self._look_again = installed and (fresh or everything)
-
-        self._attempt("recomputation", look)
 
     def _end(self, error: BaseException | None) -> None:
         loop, window = self._loop, self._loop.window
