@@ -1,8 +1,8 @@
 """Where the calls of ranks in one group part, found by aligning what they called and not by numbers alone.
 
 A call that one rank skips shifts all its later numbers: compared by number everything after it looks wrong. So the
-majority's sequence is the reference, and a rank that leaves it is compared with the reference under each small edit (one
-call other, calls skipped, calls added, calls exchanged); the edit after which the longest run agrees is named, once.
+majority's sequence is the reference, and a rank that leaves it is compared with it under each small edit (one call
+other, calls skipped, calls added, calls exchanged); the edit after which the longest run agrees is named, once.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from .signatures import POINT_TO_POINT, Agreement, Shapes, Signature, agreement, dtype_name, family, liberties
+from .signatures import POINT_TO_POINT, Agreement, Shapes, Signature, agreement, dtype_name, liberties
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -182,9 +182,9 @@ class _Reading:
         words = self._of_words(timeouts, seen)
         if words:
             table = _joined(table, _table(words))
-        table, whole = self._merged(_without_repeats(table))
-        reached = self._reached(whole, mixed, status, timeouts)
-        table = _ended(whole, reached, mixed)
+        table = self._merged(_without_repeats(table))
+        reached = self._reached(table, mixed, status, timeouts)
+        _end(table, reached, mixed)
         rules = liberties(self._calls)
         agreements: dict[Agreement, int] = {}
         agreed = [agreements.setdefault(agreement(each, rules), len(agreements)) for each in self._calls]
@@ -311,7 +311,7 @@ class _Reading:
             rows.append((rank, group, seq, UNKNOWN, signature, 0, created, None, timeout, UNKNOWN, number))
         return rows
 
-    def _merged(self, table: Table) -> tuple[Table, Table]:
+    def _merged(self, table: Table) -> Table:
         """Number what has no number, and make one row of the parts of a coalesced call."""
         order = np.lexsort((np.arange(len(table)), table.order, table.seq, table.rank, table.group))
         table = table.take(order)
@@ -334,7 +334,7 @@ class _Reading:
             & (table.group[1:] == table.group[:-1])
         )
         if not same.any():
-            return table, table
+            return table
         starts = np.flatnonzero(np.concatenate([[True], ~same]))
         ends = np.append(starts[1:], len(table))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -346,8 +346,7 @@ class _Reading:
                     self._calls.append(Signature("coalesced", parts[0].dtype, parts[0].inputs, parts[0].outputs, parts))
                 table.signature[start] = self._signatures[key]
                 table.state[start] = table.state[start:end].min()
-        whole = table.take(starts)
-        return table, whole
+        return table.take(starts)
 
     # -- how far each rank came
 
@@ -391,7 +390,7 @@ class _Reading:
         return dict(found)
 
 
-def _ended(table: Table, reached: Mapping[tuple[int, int], Reached], mixed: frozenset[int]) -> Table:
+def _end(table: Table, reached: Mapping[tuple[int, int], Reached], mixed: frozenset[int]) -> None:
     """What lies at or before the last completed call of its group has ended, whatever its state says."""
     if len(table):
         starts = np.flatnonzero(
@@ -403,7 +402,6 @@ def _ended(table: Table, reached: Mapping[tuple[int, int], Reached], mixed: froz
             if key in reached and key[0] not in mixed:
                 until = start + int(np.searchsorted(table.seq[start:end], reached[key].completed, side="right"))
                 table.state[start:until] = COMPLETED
-    return table
 
 
 def _status(record: Record) -> bool:
@@ -411,8 +409,12 @@ def _status(record: Record) -> bool:
 
 
 def _table(rows: list[tuple[Any, ...]]) -> Table:
-    kinds = (np.int64,) * 6 + (np.float64,) * 3 + (np.int64,) * 2
-    return Table(*(np.array(each, kind) for each, kind in zip(zip(*rows, strict=True), kinds, strict=True)))
+    columns = list(zip(*rows, strict=True))
+    rank, group, seq, order, signature, state, peer, record = (
+        np.array(columns[each], np.int64) for each in (0, 1, 2, 3, 4, 5, 9, 10)
+    )
+    created, ended, timeout = (np.array(each, np.float64) for each in columns[6:9])
+    return Table(rank, group, seq, order, signature, state, created, ended, timeout, peer, record)
 
 
 def _integers(records: list[Record], name: str) -> Ints:
@@ -455,8 +457,3 @@ def _word(value: Any) -> str | None:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def spelled(op: str) -> str:
-    """The operation as it is shown: the family where the spelling is a library's own."""
-    return family(op)

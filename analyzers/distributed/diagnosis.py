@@ -227,7 +227,7 @@ def _deviating(known: Calls, classes: list[tuple[Wait, list[int]]]) -> tuple[tup
     """Who enters two groups in the odd order, by vote of all ranks that made both calls or their sisters."""
     if len(classes) != 2 or any(wait.direct for wait, _ in classes):
         return (), 0
-    (one, ranks_one), (other, ranks_other) = classes
+    (_, ranks_one), (_, ranks_other) = classes
     votes: Counter[bool] = Counter()
     for rank in sorted(known.spoke):
         homes = [_homes(known, rank, wait) for wait, _ in classes]

@@ -3,70 +3,96 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..finding import Evidence, Finding, Where
 from . import thresholds as T
 from .diagnosis import Diagnosis
-from .signatures import Signature, agreement, difference, dtype_name, liberties
+from .signatures import Agreement, Difference, Shapes, Signature, agreement, difference, dtype_name, liberties
 from .words import last_step, named_ranks
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
 
-def fingerprint_finding(capsule: Capsule, found: Diagnosis) -> Finding | None:
-    """The mismatch that the fingerprints of a log tell, None where none differ in what must agree."""
+@dataclass(frozen=True)
+class Fingerprints:
+    """The calls that ranks were about to make under one number, as one event after another names them.
+
+    ``differ`` is the first respect in which two of them differ, None where all agree; ``deviating`` the minority where
+    three ranks or more ``decided`` it, else all of them.
+    """
+
+    event: dict[str, Any]
+    calls: Mapping[int, Signature]
+    agreed: Mapping[int, Agreement]
+    differ: Difference | None
+    deviating: tuple[int, ...]
+    decided: bool
+
+
+def fingerprints(found: Diagnosis) -> Fingerprints | None:
+    """The first number at which fingerprints differ, None where none are on record."""
     seen: dict[int, Signature] = {}
     first: dict[str, Any] | None = None
     for event in found.calls.mismatches:
         own, other = _print(event, ""), _print(event, "other_")
         if own is None:
             continue
-        if first is None:
-            first = event
-        if event.get("seq") != first.get("seq"):
-            continue
-        seen[event["rank"]] = own
-        if other is not None and type(event.get("other_rank")) is int:
-            seen.setdefault(event["other_rank"], other)
+        first = first or event
+        if event.get("seq") == first.get("seq"):
+            seen[event["rank"]] = own
+            if other is not None and type(event.get("other_rank")) is int:
+                seen.setdefault(event["other_rank"], other)
     if first is None:
         return None
     rules = liberties(seen.values())
     agreed = {rank: agreement(each, rules) for rank, each in seen.items()}
     votes = Counter(agreed.values())
-    if len(votes) == 1 and len(seen) > 1:
-        return None
-    (most, count), *_ = votes.most_common(1)
+    most, count = votes.most_common(1)[0]
     decided = len(seen) >= T.DECIDING_RANKS and 2 * count > len(seen)
-    deviating = sorted(rank for rank in seen if agreed[rank] != most) if decided else sorted(seen)
-    others = sorted(rank for rank in seen if agreed[rank] == most) if decided else []
     kinds = list(votes)
-    what = (
-        {"op": "operation", "dtype": "dtype", "shape": "size"}[difference(kinds[0], kinds[1])] if kinds[1:] else "call"
+    return Fingerprints(
+        event=first,
+        calls=seen,
+        agreed=agreed,
+        differ=difference(kinds[0], kinds[1]) if len(kinds) > 1 else None,
+        deviating=tuple(sorted(rank for rank in seen if not decided or agreed[rank] != most)),
+        decided=decided,
     )
-    calls = "; ".join(f"rank {rank}: {each}" for rank, each in sorted(seen.items())[:4])
-    number = f"collective {first['seq']:,}" if type(first.get("seq")) is int else "one collective"
+
+
+def fingerprint_finding(capsule: Capsule, found: Diagnosis) -> Finding | None:
+    """The mismatch that the fingerprints of a log tell, None where none differ in what must agree."""
+    seen = fingerprints(found)
+    if seen is None or (seen.differ is None and len(seen.calls) > 1):
+        return None
+    what = {"op": "operation", "dtype": "dtype", "shape": "size", None: "call"}[seen.differ]
+    listed = "; ".join(f"rank {rank}: {each}" for rank, each in sorted(seen.calls.items())[:4])
+    number = f"collective {seen.event['seq']:,}" if type(seen.event.get("seq")) is int else "one collective"
+    who = named_ranks(seen.deviating)
+    normal = next((str(call) for rank, call in seen.calls.items() if rank not in seen.deviating), None)
+    one = "" if len(seen.deviating) > 1 else "s"
     return Finding(
-        title=f"{named_ranks(deviating).capitalize()} {'differs' if len(deviating) == 1 else 'differ'} in {what} at {number}",
-        summary=f"The fingerprints of {number} differ in {what}: {calls}"
-        + ("." if decided else "; of two ranks nothing says which is right."),
-        confidence="confirmed" if decided else "undetermined",
-        where=Where(step=last_step(capsule, first), rank=deviating[0] if decided else None),
+        title=f"{who.capitalize()} differ{one} in {what} at {number}",
+        summary=f"The fingerprints of {number} differ in {what}: {listed}"
+        + ("." if seen.decided else "; nothing says which is right."),
+        confidence="confirmed" if seen.decided else "undetermined",
+        where=Where(step=last_step(capsule, seen.event), rank=seen.deviating[0] if seen.decided else None),
         evidence=(
             *(
-                Evidence(
-                    name=f"rank_{rank}_call", value=str(each), expected=None if not decided else str(seen[others[0]])
-                )
-                for rank, each in sorted(seen.items())[:8]
+                Evidence(name=f"rank_{rank}_call", value=str(each), expected=normal)
+                for rank, each in sorted(seen.calls.items())[:8]
             ),
-            Evidence(name="deviating_ranks", value=deviating, note="" if decided else "not decided"),
+            Evidence(name="deviating_ranks", value=list(seen.deviating), note="" if seen.decided else "not decided"),
             *_unused(capsule),
         ),
-        cause=f"{named_ranks(deviating)} built another graph, or took another branch, than the others",
+        cause=f"{who} built another graph, or took another branch, than the others",
         next=(
-            "compare the batches of these ranks: a rank without images, or of one kind of rows only, leaves parts of the "
-            "model without gradient, and buckets of another size",
+            "compare the batches of these ranks: a rank without images, or with rows of one kind only, leaves parts of "
+            "the model without gradient, and buckets of another size",
             "record the calls of all ranks (flight recorder) to let the majority decide",
         ),
         fix=("let every rank touch every module in every step, with 0 times a dummy output where it has no rows",),
@@ -89,9 +115,11 @@ def _print(event: dict[str, Any], side: str) -> Signature | None:
     op, dtype, shapes = (event.get(f"{side}{name}") for name in ("op", "dtype", "shapes"))
     if not isinstance(op, str):
         return None
-    sound = isinstance(shapes, list) and all(
-        isinstance(each, list) and all(type(size) is int for size in each) for each in shapes
-    )
-    return Signature(
-        op, dtype_name(dtype) if isinstance(dtype, str) else None, tuple(map(tuple, shapes)) if sound else (), ()
-    )
+    return Signature(op, dtype_name(dtype) if isinstance(dtype, str) else None, _shapes(shapes), ())
+
+
+def _shapes(value: Any) -> Shapes:
+    if not isinstance(value, list):
+        return ()
+    sizes = [tuple(each) for each in value if isinstance(each, list) and all(type(size) is int for size in each)]
+    return tuple(sizes) if len(sizes) == len(value) else ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from .alignment import Parting
@@ -23,7 +25,7 @@ _NEEDS = ("records.collectives|records.events.other_rank|records.events.last_enq
     "distributed/collective-mismatch",
     stage="distributed",
     needs=_NEEDS,
-    explained_by=("distributed/uneven-steps", "distributed/rank-conditional", "distributed/rank-died-first"),
+    explained_by=("distributed/uneven-steps", "distributed/rank-conditional"),
     cases=("hang-in-collective",),
 )
 def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
@@ -41,8 +43,8 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
         The first number at which the calls of a group differ; the minority there deviates. Its further calls are
         compared with the majority's after one call is replaced, after some are skipped, added or exchanged, and the
         edit after which most agrees is named, once. Three ranks are needed to outvote one; in smaller groups the other
-        groups of the same purpose decide. Else undetermined, with both sides. Warning where all those calls ended and
-        the job went on.
+        groups of the same purpose decide. Else undetermined, with both sides. Warning where the calls ended and only
+        their spelling or the arrangement of equally many elements differs.
 
     Looks like it but is not:
         Sizes that differ legally: all-to-all, uneven gathers and scatters given as lists, the ranks of a rooted call
@@ -63,7 +65,7 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
             said = True
             yield _parting(capsule, found, parting)
     for added in found.added[:4]:
-        if not _new_site(found, added.wait.group, added.wait.waiting, added.wait.row):
+        if not new_site(found, added.wait.group, added.wait.waiting, added.wait.row):
             said = True
             yield added_finding(capsule, found, added)
     if not said and (finding := fingerprint_finding(capsule, found)) is not None:
@@ -107,7 +109,7 @@ def rank_conditional(capsule: Capsule) -> Iterator[Finding]:
             yield _conditional(capsule, found, parting.ranks, parting.theirs, parting.group, parting.others)
     for added in found.added[:4]:
         wait = added.wait
-        if _new_site(found, wait.group, wait.waiting, wait.row):
+        if new_site(found, wait.group, wait.waiting, wait.row):
             yield _conditional(capsule, found, wait.waiting, wait.row, wait.group, wait.absent)
 
 
@@ -116,17 +118,17 @@ def conditional(found: Diagnosis, parting: Parting) -> bool:
     return (
         parting.edit == "added"
         and parting.decided != "none"
-        and _new_site(found, parting.group, parting.ranks, parting.theirs)
+        and new_site(found, parting.group, parting.ranks, parting.theirs)
     )
 
 
-def _new_site(found: Diagnosis, group: int, ranks: tuple[int, ...], row: int) -> bool:
+def new_site(found: Diagnosis, group: int, ranks: tuple[int, ...], row: int) -> bool:
     """Whether a call comes from a line from which none of the group's other ranks calls, as far as frames tell."""
     calls = found.calls
     own = calls.frame(row) if row >= 0 else None
     if own is None:
         return False
-    rows = (calls.table.group == group).nonzero()[0].tolist()
+    rows = np.flatnonzero(calls.table.group == group).tolist()
     others = {calls.frame(each) for each in rows if int(calls.table.rank[each]) not in ranks} - {None}
     return bool(others) and own not in others
 
@@ -136,9 +138,10 @@ def _conditional(
 ) -> Finding:
     calls = found.calls
     who, call, site = named_ranks(ranks), call_words(calls, row), calls.frame(row)
+    makes = "makes" if len(ranks) == 1 else "make"
     return Finding(
         title=f"Only {who} {'calls' if len(ranks) == 1 else 'call'} {call}",
-        summary=f"Only {who} of {len(calls.groups[group].ranks)} ranks {'makes' if len(ranks) == 1 else 'make'} {call}, "
+        summary=f"Only {who} of {len(calls.groups[group].ranks)} ranks {makes} {call}, "
         f"from {site}, a line from which no other rank calls anything.",
         where=Where(step=last_step(capsule, _record(found, row)), rank=ranks[0], order=int(calls.table.seq[row])),
         evidence=(
@@ -156,7 +159,7 @@ def _conditional(
 
 def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
     calls = found.calls
-    group, who = calls.groups[parting.group], named_ranks(parting.ranks)
+    group, who, most = calls.groups[parting.group], named_ranks(parting.ranks), named_ranks(parting.others)
     theirs = calls.call(parting.theirs) if parting.theirs >= 0 else None
     common = calls.call(parting.common) if parting.common >= 0 else None
     number = f"call {parting.seq:,} of {group}"
@@ -172,14 +175,14 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
     if undecided:
         title = f"{named_ranks((*parting.ranks, *parting.others)).capitalize()} differ at {number}"
         summary = (
-            f"At {number} {who} called {theirs}{at_site(calls, parting.theirs)} and {named_ranks(parting.others)} called "
+            f"At {number} {who} called {theirs}{at_site(calls, parting.theirs)} and {most} called "
             f"{common}{at_site(calls, parting.common)}; with so few ranks nothing says which is right."
         )
     else:
         title = f"{who.capitalize()} {does} at {number}"
         title = f"{who.capitalize()} made {differ} at {number}" if parting.edit in ("op", "dtype", "shape") else title
         summary = (
-            f"At {number} {who} {does}{site}, where {named_ranks(parting.others)} called {common}"
+            f"At {number} {who} {does}{site}, where {most} called {common}"
             f"{at_site(calls, parting.common) if parting.edit != 'skipped' else ''}."
         )
     evidence = [
@@ -195,29 +198,38 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
     if further := found.also.get(parting):
         names = [str(calls.groups[each]) for each in further[:8]]
         evidence.append(Evidence(name="groups_that_part_later", value=names, note="follow from the first"))
-    if theirs is not None and common is not None and parting.edit == "shape" and same_count(theirs, common):
-        evidence.append(Evidence(name="elements", value="equal", note="the call ends, and mixes elements up"))
+    mild = parting.ended and (parting.edit == "op" or _same_count(found, parting))
+    if parting.ended:
+        note = "the calls ended nevertheless" + ("" if mild else ": ranks went on with what belongs to other tensors")
+        evidence.append(Evidence(name="ended", value=True, expected=False, note=note))
     evidence.extend(_standstill(found))
-    confirmed = not undecided and not parting.ended and parting.decided == "majority"
+    sure = parting.decided == "majority" and not mild
     return Finding(
         title=title,
         summary=summary,
-        severity="warning" if parting.ended else None,
-        confidence="undetermined" if undecided else "confirmed" if confirmed else "likely",
+        severity="warning" if mild else None,
+        confidence="undetermined" if undecided else "confirmed" if sure else "likely",
         where=Where(
             step=last_step(capsule, _record(found, parting.theirs if parting.theirs >= 0 else parting.common)),
             rank=None if undecided else parting.ranks[0],
             order=parting.seq,
         ),
         evidence=tuple(evidence),
-        cause=f"{who} took another path through the program than {named_ranks(parting.others)}",
+        cause=f"{who} took another path through the program than {most}",
         next=(
-            f"compare what leads to this call on {who} and on {named_ranks(parting.others[:1])}: batch, branch, version",
+            f"compare what leads to this call on {who} and on rank {parting.others[0]}: batch, branch, version",
             "`llmconsole shrink` writes a script of two ranks with that one call",
         )
         + (("record a third rank, or the calls from the start",) if undecided else ()),
         fix=("make the same call with the same dtype and sizes on all ranks of the group",),
     )
+
+
+def _same_count(found: Diagnosis, parting: Parting) -> bool:
+    """Whether only the arrangement of equally many elements differs."""
+    if parting.edit != "shape" or min(parting.theirs, parting.common) < 0:
+        return False
+    return same_count(found.calls.call(parting.theirs), found.calls.call(parting.common))
 
 
 def added_finding(capsule: Capsule, found: Diagnosis, added: Missing) -> Finding:
@@ -227,7 +239,8 @@ def added_finding(capsule: Capsule, found: Diagnosis, added: Missing) -> Finding
     call = call_words(calls, wait.row) if wait.row >= 0 else f"call {wait.seq:,} of {calls.groups[wait.group]}"
     return Finding(
         title=f"{who.capitalize()} made one call more: {call}",
-        summary=f"{who.capitalize()} waits in {call}{at_site(calls, wait.row)}, which {most} never made: most ranks end before it.",
+        summary=f"{who.capitalize()} waits in {call}{at_site(calls, wait.row)}, which {most} never made: "
+        "most ranks end before it.",
         where=Where(step=last_step(capsule), rank=wait.waiting[0], order=wait.seq),
         evidence=(
             Evidence(name="deviating_ranks", value=list(wait.waiting), note="added"),

@@ -139,10 +139,10 @@ def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     """All ranks of which there is evidence are in the call; only others can be missing."""
     wait = missing.wait
     call = _words(found, wait, wait.row)
-    who = named_ranks(wait.silent)
+    who, site = named_ranks(wait.silent), at_site(found.calls, wait.row, direct=wait.direct)
     return Finding(
         title=f"Every rank with evidence waits in {call}",
-        summary=f"{named_ranks(wait.waiting).capitalize()} wait in {call}{at_site(found.calls, wait.row, direct=wait.direct)}; "
+        summary=f"{named_ranks(wait.waiting).capitalize()} wait in {call}{site}; "
         f"only {who} can be missing, of which there is no evidence.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), rank=wait.silent[0] if len(wait.silent) == 1 else None, order=wait.seq),
@@ -196,7 +196,7 @@ def _inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
             Evidence(name="standstill", value=reason),
         ),
         next=(
-            "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log and link errors (nvidia-smi nvlink -e, ibstat)",
+            "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log, link errors (nvidia-smi nvlink -e, ibstat)",
             "run nccl-tests over the same ranks",
         ),
     )

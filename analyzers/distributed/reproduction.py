@@ -8,6 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from .alignment import Edit, Parting
+from .diagnosis import Circle, Diagnosis, Missing, diagnosis
+from .fingerprints import fingerprints
+from .mismatch import conditional, new_site
+from .signatures import Signature, family
+
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
@@ -50,6 +56,102 @@ class Reproduction:
     rule: str
 
 
+#: What rank B does otherwise, by the edit that leads from the common sequence to its own.
+_KINDS: dict[Edit, ReproductionKind] = {
+    "op": "op",
+    "dtype": "dtype",
+    "shape": "shape",
+    "skipped": "missing",
+    "added": "extra",
+    "exchanged": "order",
+}
+
+
 def reproduction(capsule: Capsule) -> Reproduction | None:
-    """The smallest reproduction of the capsule's first distributed fault, or None where no call is at fault."""
-    return None
+    """The smallest reproduction of the capsule's first distributed fault, or None where no call is at fault.
+
+    Of two sides of which nothing says which is right, B is the smaller one, or else that of the later rank.
+    """
+    found = diagnosis(capsule)
+    for parting in found.partings:
+        return _of_parting(found, parting)
+    for added in found.added:
+        return _of_added(found, added)
+    for circle in found.circles:
+        if (made := _of_circle(found, circle)) is not None:
+            return made
+    for missing in found.missing:
+        if missing.ranks and not missing.wait.direct and (made := _of_missing(found, missing)) is not None:
+            return made
+    return _of_fingerprints(capsule, found)
+
+
+def _call(found: Diagnosis, row: int) -> Call:
+    group = found.calls.groups[int(found.calls.table.group[row])]
+    return _as_call(found.calls.call(row), group.name)
+
+
+def _as_call(call: Signature, group: str) -> Call:
+    call = call.parts[0] if call.parts else call
+    return Call(family(call.op), call.dtype, call.shapes, group)
+
+
+def _of_parting(found: Diagnosis, parting: Parting) -> Reproduction:
+    common = (_call(found, parting.common),) if parting.common >= 0 else ()
+    theirs = (_call(found, parting.theirs),) if parting.theirs >= 0 else ()
+    kind = _KINDS[parting.edit]
+    a, b = common, theirs
+    if kind == "missing":
+        b = ()
+    elif kind == "extra":
+        a = ()
+    elif kind == "order" and common and theirs:
+        a, b = (*common, *theirs), (*theirs, *common)
+    row = parting.common if kind == "missing" else parting.theirs
+    rule = "distributed/rank-conditional" if conditional(found, parting) else "distributed/collective-mismatch"
+    ranks = (parting.others[0], parting.ranks[0])
+    return Reproduction(kind, a, b, ranks, found.calls.frame(row) if row >= 0 else None, rule)
+
+
+def _of_added(found: Diagnosis, added: Missing) -> Reproduction | None:
+    wait = added.wait
+    if wait.row < 0:
+        return None
+    new = new_site(found, wait.group, wait.waiting, wait.row)
+    rule = "distributed/rank-conditional" if new else "distributed/collective-mismatch"
+    ranks = (wait.absent[0], wait.waiting[0])
+    return Reproduction("extra", (), (_call(found, wait.row),), ranks, found.calls.frame(wait.row), rule)
+
+
+def _of_circle(found: Diagnosis, circle: Circle) -> Reproduction | None:
+    if len(circle.classes) < 2:
+        return None
+    sides = [(wait, ranks) for wait, ranks in circle.classes if not wait.direct and wait.row >= 0][:2]
+    if len(sides) < 2:
+        return None
+    (one, ranks), (other, theirs) = sides
+    if ranks[0] in circle.deviating:
+        one, ranks, other, theirs = other, theirs, one, ranks
+    first, second = _call(found, one.row), _call(found, other.row)
+    frame = found.calls.frame(other.row)
+    return Reproduction(
+        "order", (first, second), (second, first), (ranks[0], theirs[0]), frame, "distributed/group-order"
+    )
+
+
+def _of_missing(found: Diagnosis, missing: Missing) -> Reproduction | None:
+    row = missing.skipped if missing.skipped >= 0 else missing.wait.row
+    if row < 0 or not missing.wait.waiting:
+        return None
+    ranks = (missing.wait.waiting[0], missing.ranks[0])
+    return Reproduction("missing", (_call(found, row),), (), ranks, found.calls.frame(row), "distributed/missing-rank")
+
+
+def _of_fingerprints(capsule: Capsule, found: Diagnosis) -> Reproduction | None:
+    seen = fingerprints(found)
+    if seen is None or not seen.differ:
+        return None
+    deviating = seen.deviating[0] if seen.decided else max(seen.calls)
+    other = next(rank for rank in sorted(seen.calls) if seen.agreed[rank] != seen.agreed[deviating])
+    a, b = (_as_call(seen.calls[each], "0") for each in (other, deviating))
+    return Reproduction(seen.differ, (a,), (b,), (other, deviating), None, "distributed/collective-mismatch")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 Shapes = tuple[tuple[int, ...], ...]
 Difference = Literal["op", "dtype", "shape"]
@@ -57,7 +57,7 @@ def family(op: str) -> str:
 
 
 def dtype_name(name: str | None) -> str | None:
-    """torch's name of a dtype without prefix, None where it is not known."""
+    """The name of a dtype in torch, without prefix, None where it is not known."""
     if not name:
         return None
     bare = name.removeprefix("torch.").lower()
@@ -112,7 +112,7 @@ def liberties(signatures: Iterable[Signature]) -> Rules:
 
 
 def agreement(call: Signature, rules: Rules) -> Agreement:
-    """What must be equal on all ranks that make this call together: operation, dtype and shapes, as far as each must."""
+    """What must be equal on all ranks that make this call: operation, dtype and shapes, as far as each must."""
     if call.parts:
         return ("coalesced", *(agreement(each, rules) for each in call.parts))
     name = call.family
@@ -148,7 +148,10 @@ def difference(one: Agreement, other: Agreement) -> Difference:
     if one[0] != other[0]:
         return "op"
     if one[0] == "coalesced":
-        return next((difference(a, b) for a, b in zip(one[1:], other[1:], strict=False) if a != b), "op")  # type: ignore[arg-type]
+        for a, b in zip(cast("tuple[Agreement, ...]", one[1:]), cast("tuple[Agreement, ...]", other[1:]), strict=False):
+            if a != b:
+                return difference(a, b)
+        return "op"
     return "dtype" if one[1] != other[1] else "shape"
 
 

@@ -7,8 +7,9 @@ newest call in flight and all lie within a few calls of each other, which is a j
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -20,8 +21,17 @@ from .words import named_ranks
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
+#: What a rank says when another one is gone, or did not come: consequences of what happened elsewhere.
+FOLLOWS: Final = re.compile(
+    r"timed?[ -]?out|watchdog|connection (?:closed|reset|refused|was (?:closed|reset))"
+    r"|closed by (?:peer|remote)|broken pipe|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted|heartbeat monitor"
+    r"|socket (?:closed|error|timeout)|NCCL (?:error|operation).{0,80}(?:abort|remote)|recv(?:Value|Bytes)? failed"
+    r"|SIGTERM|signal 15|peer closed|TCPStore|Detected mismatch between collectives|op\.preamble"
+    r"|collective operation|failed to pass monitoredBarrier",
+    re.IGNORECASE,
+)
 #: Ends of a process that others wait for in vain.
-_ENDED = ("oom", "exception", "signal")
+_ENDED = ("ok", "oom", "exception", "signal")
 #: Triggers by which a person, or the scheduler, asked for the evidence.
 _ON_DEMAND = ("signal", "manual")
 
@@ -49,9 +59,12 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting) -> Standstill | N
     newest = _newest(capsule, calls, exits)
     if (overdue := _overdue(calls, state, newest)) is not None:
         return Standstill(overdue, sure=True)
-    died = sorted(rank for rank, each in exits.items() if each.get("kind") in _ENDED)
-    if died and len(died) < len(calls.spoke | set(died)) and set(died) <= {*state.culprits, *_absent(state)}:
-        return Standstill(f"{named_ranks(died)} ended while others were in a call", sure=True)
+    held = {rank for wait in state.waits for rank in wait.waiting}
+    if lost := sorted(held & _lost(capsule, exits)):
+        return Standstill(f"{named_ranks(lost)} gave up in a call that did not end", sure=True)
+    ended = {rank for rank, each in exits.items() if each.get("kind") in _ENDED}
+    if gone := sorted(ended & {*state.culprits, *_absent(state)} - held):
+        return Standstill(f"{named_ranks(gone)} ended while others were in a call", sure=True)
     if calls.dumped and not (trigger is not None and trigger.kind in _ON_DEMAND) and not _runs(calls, state):
         return Standstill("the dumps were written, as they are for a time-out", sure=False)
     return None
@@ -64,6 +77,19 @@ def last_exits(capsule: Capsule) -> dict[int, dict[str, Any]]:
         if isinstance(record.get("exit"), dict):
             found[record["rank"]] = record["exit"]
     return found
+
+
+def _lost(capsule: Capsule, exits: dict[int, dict[str, Any]]) -> set[int]:
+    """Ranks that ended because a call timed out or a peer was gone."""
+    said = [
+        (rank, str(each.get("message"))) for rank, each in exits.items() if each.get("kind") in ("exception", "signal")
+    ]
+    said += [
+        (each["rank"], f"{each.get('type')}: {each.get('message')}")
+        for each in capsule.records("events")
+        if each.get("kind") == "exception"
+    ]
+    return {rank for rank, words in said if FOLLOWS.search(words) is not None}
 
 
 def _absent(state: Waiting) -> set[int]:

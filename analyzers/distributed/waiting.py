@@ -89,7 +89,7 @@ def waiting(calls: Calls) -> Waiting:
 
 
 def _from_start(calls: Calls) -> frozenset[int]:
-    """Ranks of which nothing can be missing: how far they are is stated, or their record begins with their first call."""
+    """Ranks of which nothing is missing: how far they are is stated, or their record begins with their first call."""
     known = set(calls.status_of)
     for table in (calls.table, calls.direct):
         known |= set(table.rank[(table.order == 0) | (table.order == 1)].tolist())
@@ -145,12 +145,17 @@ def _of_group(
         held = [rank for rank, member in waiting_ranks.items() if member.last >= seq]
         for rank in held:
             edges[rank].update(absent)
-        row = next((row for rank in held if (row := calls.at(group, rank, seq)) is not None), UNKNOWN)
+        row = _row(calls, group, held, seq)
         yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
     if not absent and silent and all(member.last != UNKNOWN for member in members.values()):
         seq = min(member.first for member in waiting_ranks.values())
-        row = next((row for rank in waiting_ranks if (row := calls.at(group, rank, seq)) is not None), UNKNOWN)
+        row = _row(calls, group, waiting_ranks, seq)
         yield Wait(group, seq, tuple(waiting_ranks), (), tuple(silent), row)
+
+
+def _row(calls: Calls, group: int, ranks: Iterable[int], seq: int) -> int:
+    rows = (calls.at(group, rank, seq) for rank in ranks)
+    return next((each for each in rows if each is not None), UNKNOWN)
 
 
 def _needs_all(calls: Calls, group: int, seq: int) -> bool:
