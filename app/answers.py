@@ -123,6 +123,24 @@ def describe(path: str) -> dict[str, Any]:
     }
 
 
+def two_ranks(path: str, files: Sequence[str] = ()) -> dict[str, Any]:
+    """The smallest reproduction of a hang or mismatch, as a script for two ranks; why there is none otherwise."""
+    from ..analyzers.distributed.reproduction import reproduction
+    from ..analyzers.runner import analyze as run_rules
+    from .two_ranks import NotWritable, script
+
+    capsule = _open(path, files)
+    found = reproduction(capsule)
+    if found is None:
+        first = run_rules(capsule).first_divergence
+        return {"problem": "no finding", "first": first.rule if first else ""}
+    facts = {"rule": found.rule, "kind": found.kind, "ranks": found.ranks, "frame": found.frame}
+    try:
+        return {**facts, "script": script(found, os.path.basename(os.path.abspath(path)))}
+    except NotWritable as reason:
+        return {**facts, "problem": str(reason)}
+
+
 def rules() -> dict[str, Any]:
     """Every registered rule with its declaration and documentation, and what could not be loaded."""
     from ..analyzers.registry import plugin_warnings
@@ -199,6 +217,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "peek": peek,
     "describe": describe,
     "rules": rules,
+    "two_ranks": two_ranks,
     "environment": environment,
     "device_facts": device_facts,
     "container": container,

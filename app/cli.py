@@ -21,6 +21,7 @@ COMMANDS = {
     "import": "make a capsule of raw evidence: logs, trainer states, event files",
     "show": "what a capsule holds, and whether it can be replayed",
     "diff": "the first step at which two runs part, and whether it looks like a fault",
+    "shrink": "the smallest script that still hangs or fails as the ranks of a job did",
     "probe": "what a data loader yields, before any training",
     "rules": "every check; with an id, its documentation",
     "cases": "search the log of resolved incidents",

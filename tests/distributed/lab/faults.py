@@ -7,14 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .job import STEPS, Job, mean_loss, nothing
+from .job import STEPS, Job, mean_loss
 
 ODD_STEP = 4
 
