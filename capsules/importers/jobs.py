@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ def jobs(paths: Sequence[str | os.PathLike[str]], *, separate: bool = False) -> 
 
 def part(path: Path, *, spanned: bool = True) -> Part:
     """Look at the head and the tail of a file; ``spanned`` asks for its steps too.
+
+    An importer whose files tell rank and steps better than head and tail do has a function ``span(source)`` of its own.
 
     Raises:
         EvidenceError: nobody can read it.

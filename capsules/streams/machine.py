@@ -169,7 +169,13 @@ class TopOperation(Part):
 
 
 class Profile(Record):
-    """Where the time of one window went."""
+    """Where the time of one window went.
+
+    Of a device: ``window_ms`` = ``compute_ms`` + ``communication_ms`` (what no computation hides) + ``copy_ms`` (what
+    neither hides) + ``idle_ms``; ``busy_ms`` is the time in kernels, ``communication_total_ms`` that of all
+    communication. Of the idle time, ``idle_data_ms`` passes while data is loaded, ``idle_sync_ms`` while the host waits
+    for the device, ``idle_gaps_ms`` in short gaps between kernels. ``overhead_ms`` is the profiler's own.
+    """
 
     window_ms: float | None = None
     compute_ms: float | None = None
@@ -180,6 +186,15 @@ class Profile(Record):
     python_ms: float | None = None
     logging_ms: float | None = None
     sync_ms: float | None = None
+    busy_ms: float | None = None
+    communication_total_ms: float | None = None
+    idle_data_ms: float | None = None
+    idle_sync_ms: float | None = None
+    idle_gaps_ms: float | None = None
+    overhead_ms: float | None = None
+    kernels: Count | None = None
+    devices: Count | None = None
+    profiler: dict[str, bool] | None = None
     launches: Count | None = None
     recompiles: Count | None = None
     graph_breaks: Count | None = None
