@@ -220,6 +220,15 @@ def on_one_clock(capsule: Capsule, ranks: Sequence[int], times: Any) -> Any:
     Stated offsets count where they make the arrivals agree better, with the sign that does. Where hosts differ and
     nothing is stated, a rank's steady distance from the others is taken for its clock.
     """
+    stated, one_host = _clocks(capsule, ranks)
+    offsets = np.array([stated.get(rank, 0.0) for rank in ranks])
+    if offsets.any():
+        return min((times, times - offsets, times + offsets), key=lambda each: float(np.median(np.ptp(each, axis=1))))
+    return times if one_host else _without_lag(times)
+
+
+def _clocks(capsule: Capsule, ranks: Sequence[int]) -> tuple[dict[int, float], bool]:
+    """Stated offsets by rank in seconds, and whether all ranks are known to run on one host."""
     stated: dict[int, float] = {}
     names: dict[int, str] = {}
     for record in capsule.records("ranks"):
@@ -228,12 +237,7 @@ def on_one_clock(capsule: Capsule, ranks: Sequence[int], times: Any) -> Any:
             stated[record["rank"]] = float(offset)
         if record.get("host"):
             names[record["rank"]] = record["host"]
-    offsets = np.array([stated.get(rank, 0.0) for rank in ranks])
-    if offsets.any():
-        return min((times, times - offsets, times + offsets), key=lambda each: float(np.median(np.ptp(each, axis=1))))
-    if len({names.get(rank) for rank in ranks}) == 1 and names.get(ranks[0]) is not None:
-        return times
-    return _without_lag(times)
+    return stated, len({names.get(rank) for rank in ranks}) == 1 and names.get(ranks[0]) is not None
 
 
 def _without_lag(times: Any) -> Any:
@@ -250,10 +254,13 @@ def _blocking(capsule: Capsule) -> bool:
 
 
 def last_arrivals(capsule: Capsule) -> tuple[dict[int, int], int]:
-    """How often each rank was the last to come to a call of its whole group, and the number of such calls."""
+    """How often each rank was the last to come to a call of its whole group, and the number of such calls.
+
+    Nothing where the clocks cannot be compared.
+    """
     made = _made(capsule)
     ranks, chain = _chain(made)
-    if len(chain) < T.FEWEST_CALLS:
+    if len(chain) < T.FEWEST_CALLS or not any(_clocks(capsule, ranks)):
         return {}, 0
     times = np.array([[made[call][rank].created for rank in ranks] for call in chain])
     last = on_one_clock(capsule, ranks, times).argmax(axis=1)
