@@ -156,6 +156,10 @@ class CachingAllocator:
                 block = first
         self._cache(block)
 
+    def holds(self, address: int) -> bool:
+        """Whether a block at an address is handed out."""
+        return address in self._blocks and self._blocks[address].used
+
     def release(self) -> None:
         """Give unused segments back to the device, and unused pages at the ends of expandable ones."""
         for segment in list(self._segments.values()):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Stacks of blocks that are named as those that split the memory.
 _MOST_NAMED = 3
+#: Share of a segment that is unused where its live blocks split it.
+_SPLIT = 0.1
 _MIB = 1 << 20
 
 
@@ -148,11 +150,11 @@ def _look(history: History, at: int) -> _Unused:
 
 
 def _pins(found: Segments, own: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[tuple[int, int, int, int], ...]:
-    """Stacks of the live blocks that lie in segments mostly unused, those with most unused memory beside them first."""
+    """Stacks of the live blocks that split segments, those with most unused memory beside them first."""
     unused = np.bincount(found.free_segment, found.free_size.astype(np.float64), len(found.start))
-    mostly = own & (unused > 0.5 * (found.end - found.start)) & (unused >= _MIB)
+    split = own & (unused > _SPLIT * (found.end - found.start)) & (unused >= _MIB)
     inside = found.block_segment >= 0
-    inside[inside] = mostly[found.block_segment[inside]]
+    inside[inside] = split[found.block_segment[inside]]
     blocks, segment = found.blocks.where(inside), found.block_segment[inside]
     rows: list[tuple[int, int, int, int]] = []
     for stack in np.unique(blocks.stack).tolist():

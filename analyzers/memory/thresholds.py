@@ -42,3 +42,8 @@ BEYOND_BYTES, BEYOND_SHARE = 4 << 30, 0.10
 RETRIES = 3
 #: Throughput beside the best of the run, once warm, below which the retries cost something.
 STARVED = 0.8
+
+#: Configuration. Batches and records that are looked through for it.
+MOST_BATCHES = 256
+#: Share by which the number of parameters may differ from what the shape of a plain transformer gives.
+SAME_PARAMETERS = 0.05

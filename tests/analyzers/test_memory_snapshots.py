@@ -1,0 +1,312 @@
+"""Leaks, logged tensors and fragmentation in snapshots of jobs that ran on a model of the caching allocator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.runner import analyze
+from llmconsole.capsules import Capsule
+
+from benchmarks.caching_allocator import GIB, KIB, MIB, CachingAllocator, OutOfMemory, largest_free, stack
+from tests.analyzers.conftest import rule_named
+from tests.analyzers.snapshots import EXTRA_LOSS, LOOP, WEIGHTS, Job, imported, layer
+
+LEAK, LOGGED, FRAGMENTED = "memory/leak", "memory/logged-tensors", "memory/fragmentation"
+
+
+def says(rule: str, capsule: Capsule) -> list[Finding]:
+    report = analyze(capsule, [rule_named(rule)])
+    assert not report.errors, report.errors
+    return list(report.findings)
+
+
+def until_full(work: Callable[[int], Any]) -> None:
+    """Do something again and again, until the device is full."""
+    with pytest.raises(OutOfMemory):
+        list(map(work, range(2000)))
+
+
+def value(finding: Finding, name: str) -> Any:
+    return next(each.value for each in finding.evidence if each.name == name)
+
+
+def note(finding: Finding, name: str) -> str:
+    return next(each.note for each in finding.evidence if each.name == name)
+
+
+class TestALoggedLossThatIsKept:
+    """pdearena#4: a block of 2 MB a step, from the line of an additional loss."""
+
+    def job(self, steps: int, fused: bool = False, **device: Any) -> CachingAllocator:
+        a = CachingAllocator(40 * GIB, **device)
+        job = Job(a, fused=fused)
+        for _ in range(steps):
+            job.step(also=lambda: a.malloc(2 * MIB, EXTRA_LOSS))
+        return a
+
+    @pytest.mark.fires(LOGGED)
+    @pytest.mark.recorded(LOGGED)
+    @pytest.mark.fires(LEAK)
+    @pytest.mark.recorded(LEAK)
+    def test_is_named_by_its_line_and_the_leak_is_its_consequence(self, tmp_path: Path):
+        capsule = imported(tmp_path, self.job(60), name="snapshot_3.pickle")
+        [logged] = says(LOGGED, capsule)
+        assert (logged.confidence, logged.where.rank) == ("likely", 3)
+        assert "60 live blocks of 2.00 MiB" in logged.summary
+        assert "train.py:88" in logged.summary
+        assert value(logged, "live blocks") == 60
+        assert value(logged, "bytes of them") == 60 * 2 * MIB
+        report = analyze(capsule)
+        assert not report.errors
+        assert report.first_divergence is not None
+        assert report.first_divergence.rule == LOGGED
+        leak = next(each for each in report.findings if each.rule == LEAK)
+        assert (leak.kind, leak.caused_by) == ("consequence", LOGGED)
+
+    @pytest.mark.parametrize("device", [{"entries": 700}, {"expandable": True}, {"own_stacks": True}])
+    def test_is_named_where_the_trace_is_the_end_of_a_ring_or_segments_expand(self, tmp_path: Path, device: Any):
+        [finding] = says(LOGGED, imported(tmp_path, self.job(60, **device)))
+        assert "train.py:88" in finding.summary
+
+    def test_is_named_by_the_calls_of_backward_where_the_optimizer_makes_nothing(self, tmp_path: Path):
+        [finding] = says(LOGGED, imported(tmp_path, self.job(60, fused=True)))
+        assert "the calls of backward" in note(finding, "blocks a step")
+
+    def test_every_tenth_step_is_steady_as_well(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for number in range(120):
+            job.step(also=lambda at=number: at % 10 or a.malloc(512, EXTRA_LOSS))
+        [finding] = says(LOGGED, imported(tmp_path, a))
+        assert value(finding, "live blocks") == 12
+
+    def test_up_to_a_failure_it_is_what_filled_the_device(self, tmp_path: Path):
+        a = CachingAllocator(1 * GIB)
+        job = Job(a)
+        until_full(lambda _: job.step(also=lambda: a.malloc(2 * MIB, EXTRA_LOSS)))
+        report = analyze(imported(tmp_path, a))
+        assert report.first_divergence is not None
+        assert report.first_divergence.rule == LOGGED
+
+    @pytest.mark.quiet(LOGGED)
+    @pytest.mark.quiet(LEAK)
+    def test_a_healthy_job_is_quiet(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for _ in range(60):
+            job.step(also=lambda: a.free(a.malloc(2 * MIB, EXTRA_LOSS)))
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == says(LEAK, capsule) == []
+
+    @pytest.mark.parametrize("entries", [None, 500])
+    def test_a_window_of_the_last_losses_is_quiet(self, tmp_path: Path, entries: int | None):
+        a = CachingAllocator(40 * GIB, entries=entries)
+        job, window = Job(a), deque[int]()
+
+        def keep() -> None:
+            window.append(a.malloc(2 * MIB, EXTRA_LOSS))
+            if len(window) > 20:
+                a.free(window.popleft())
+
+        for _ in range(60):
+            job.step(also=keep)
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == says(LEAK, capsule) == []
+
+    def test_a_cache_that_fills_up_is_quiet(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for number in range(80):
+            job.step(also=lambda at=number: at < 40 and a.malloc(2 * MIB, EXTRA_LOSS))
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == says(LEAK, capsule) == []
+
+    def test_a_kv_cache_that_is_joined_anew_with_each_token_is_quiet(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        cat = stack("update /site-packages/transformers/cache_utils.py:110", *LOOP)
+        joined = stack("attend /home/me/decode.py:12", *LOOP)
+        kept = [(a.malloc(MIB, cat), a.malloc(MIB, joined)) for _ in range(8)]
+        for token in range(100):
+            for at, (mine, other) in enumerate(kept):
+                kept[at] = (a.malloc((token + 2) * 64 * KIB, cat), a.malloc((token + 2) * 64 * KIB, joined))
+                a.free(mine)
+                a.free(other)
+            a.free(a.malloc(3 * MIB, layer(40)))
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == says(LEAK, capsule) == []
+
+    def test_one_forward_pass_of_many_layers_is_quiet(self, tmp_path: Path):
+        a = CachingAllocator(80 * GIB)
+        for _ in range(80):
+            a.malloc(12 * MIB, WEIGHTS)
+        a.free(a.malloc(MIB, layer(7)))
+        checkpointed = stack("checkpoint /site-packages/torch/utils/checkpoint.py:480", *LOOP)
+        for _ in range(80):
+            a.malloc(12 * MIB, layer(44))
+            a.free(a.malloc(60 * MIB, layer(45)))
+            a.malloc(2 * MIB, checkpointed)
+        capsule = imported(tmp_path, a)
+        for rule in (LOGGED, LEAK):
+            assert not [each for each in says(rule, capsule) if each.confidence != "undetermined"]
+        assert "train.py:88" not in str(says(LEAK, capsule))
+
+    def test_outputs_that_an_evaluation_keeps_till_its_end_are_quiet(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for _ in range(20):
+            job.step()
+        outputs = stack("evaluate /home/me/train.py:60", LOOP[1])
+        for _ in range(50):
+            held = job.forward()
+            a.malloc(8 * MIB, outputs)
+            for address in held:
+                a.free(address)
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == says(LEAK, capsule) == []
+
+
+class TestALeakOfOtherKinds:
+    def test_whole_graphs_that_stay_are_a_leak_of_several_stacks(self, tmp_path: Path):
+        a = CachingAllocator(80 * GIB)
+        job = Job(a)
+        for _ in range(30):
+            job.step(also=lambda: [a.malloc(40 * MIB, layer(90 + n)) for n in range(5)])
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == []
+        [finding] = says(LEAK, capsule)
+        assert "5 stacks" in finding.summary
+        assert finding.confidence == "likely"
+
+    def test_without_optimizer_or_backward_the_rhythm_shows_the_steps_and_many_blocks_are_needed(self, tmp_path: Path):
+        for name, count, said in (("few", 12, "undetermined"), ("many", 64, "likely")):
+            a = CachingAllocator(40 * GIB)
+            for _ in range(count):
+                for line in (5, 6, 7):
+                    a.free(a.malloc(30 * MIB, layer(line)))
+                a.malloc(2 * MIB, EXTRA_LOSS)
+            [finding] = says(LOGGED, imported(tmp_path, a, name=f"{name}.pickle"))
+            assert finding.confidence == said
+
+    def test_blocks_without_stacks_are_told_apart_by_size(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for _ in range(40):
+            job.step(also=lambda: a.malloc(3 * MIB))
+        [finding] = says(LEAK, imported(tmp_path, a))
+        assert value(finding, "live blocks") == 40
+
+    def test_live_blocks_without_a_trace_leave_it_open(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        for _ in range(400):
+            a.malloc(2 * MIB, EXTRA_LOSS)
+            a.malloc(MIB, layer(3))
+        snapshot = a.snapshot() | {"device_traces": []}
+        [finding] = says(LOGGED, imported(tmp_path, snapshot))
+        assert finding.confidence == "undetermined"
+        assert "400 live blocks" in finding.summary
+        assert "train.py:88" in finding.summary
+
+    def test_a_trace_that_leaves_the_frees_out_is_not_judged(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for _ in range(40):
+            job.step()
+        snapshot = a.snapshot()
+        kept = [each for each in snapshot["device_traces"][0] if not each["action"].startswith("free")]
+        capsule = imported(tmp_path, snapshot | {"device_traces": [kept]})
+        report = analyze(capsule, [rule_named(LEAK)])
+        assert not report.findings
+        assert "leaves events out" in str(report.skipped)
+
+
+class TestFragmentation:
+    def shattered(self, **device: Any) -> CachingAllocator:
+        """Blocks of 96 MiB, small ones of long life between them; the large ones go, and 300 MiB are asked for."""
+        a = CachingAllocator(4 * GIB, elsewhere=600 * MIB, **device)
+        keep = stack("remember /home/me/train.py:77", *LOOP)
+        arena = a.malloc(3000 * MIB, layer(1))
+        a.free(arena)
+        pieces: list[int] = []
+        for _ in range(28):
+            pieces.append(a.malloc(96 * MIB, layer(2)))
+            a.malloc(2 * MIB, keep)
+        for address in pieces:
+            a.free(address)
+        until_full(lambda _: a.malloc(300 * MIB, layer(3)))
+        return a
+
+    @pytest.mark.fires(FRAGMENTED)
+    @pytest.mark.recorded(FRAGMENTED)
+    def test_is_confirmed_by_every_piece_and_the_small_blocks_are_named(self, tmp_path: Path):
+        a = self.shattered()
+        [finding] = says(FRAGMENTED, imported(tmp_path, a))
+        assert finding.confidence == "confirmed"
+        assert "train.py:77" in finding.summary
+        snapshot = a.snapshot()
+        assert value(finding, "its largest piece") == largest_free(snapshot)
+        unused = sum(
+            block["size"] for each in snapshot["segments"] for block in each["blocks"] if block["state"] == "inactive"
+        )
+        assert value(finding, "unused, for this request") == unused
+        assert value(finding, "reserved, not allocated") == a.reserved - a.allocated
+        assert "28 blocks" in note(finding, "unused beside live blocks")
+
+    def test_is_confirmed_where_the_snapshot_was_written_after_all_was_given_back(self, tmp_path: Path):
+        a = self.shattered()
+        held = [each["addr"] for each in a.events if each["action"] == "alloc"]
+        for address in dict.fromkeys(held):
+            if a.holds(address):
+                a.free(address)
+        a.release()
+        [finding] = says(FRAGMENTED, imported(tmp_path, a))
+        assert finding.confidence == "confirmed"
+        assert value(finding, "its largest piece") < 300 * MIB
+
+    @pytest.mark.quiet(FRAGMENTED)
+    def test_a_full_device_is_quiet(self, tmp_path: Path):
+        a = CachingAllocator(4 * GIB, elsewhere=600 * MIB)
+        until_full(lambda _: a.malloc(96 * MIB, layer(2)))
+        capsule = imported(tmp_path, a)
+        assert says(FRAGMENTED, capsule) == []
+        assert [each.rule for each in analyze(capsule).findings if each.severity == "warning"] == ["memory/capacity"]
+
+    def test_unused_memory_of_another_stream_is_said_to_be_elsewhere(self, tmp_path: Path):
+        a = CachingAllocator(4 * GIB, elsewhere=600 * MIB)
+        side = [a.malloc(200 * MIB, layer(2), stream=7) for _ in range(12)]
+        for address in side:
+            a.free(address)
+        a.malloc(20 * MIB, layer(4), stream=7)  # each segment stays in part in use
+        for _ in range(11):
+            a.malloc(2 * MIB, layer(4), stream=7)
+        until_full(lambda _: a.malloc(150 * MIB, layer(3)))
+        found = says(FRAGMENTED, imported(tmp_path, a))
+        assert all("elsewhere" in each.title and each.confidence != "confirmed" for each in found)
+
+    def test_growing_lengths_are_the_cause_where_each_batch_asks_for_more(self, tmp_path: Path):
+        a = CachingAllocator(8 * GIB, elsewhere=600 * MIB)
+        outputs = stack("predict /home/me/run.py:31", *LOOP)
+
+        def process(number: int) -> None:
+            batch = a.malloc((10 + number) * 24 * MIB, layer(1))
+            a.malloc((10 + number) * 3 * MIB, outputs)  # is kept, and lies in what the batch before gave back
+            a.free(batch)
+
+        until_full(process)
+        [finding] = says(FRAGMENTED, imported(tmp_path, a))
+        assert "lengths grow" in str(finding.cause)
+        assert "longest batches first" in finding.fix[0]
+
+
+@pytest.mark.parametrize("rule", [LEAK, LOGGED, FRAGMENTED])
+def test_the_real_file_of_made_up_events_holds_nothing(tmp_path: Path, rule: str):
+    path = Path(__file__).resolve().parents[3] / "shared" / "real" / "memory_snapshot" / "mosaic_output.pickle"
+    if not path.is_file():
+        pytest.skip("../shared/real is not here")
+    from llmconsole.capsules.importers import import_files
+
+    assert says(rule, Capsule.open(import_files([path], tmp_path, attach=False))) == []
