@@ -72,8 +72,14 @@ def part(path: Path, *, spanned: bool = True) -> Part:
     """
     source = Source(path)
     importer = known(source)
-    first, last = _span(source, importer) if spanned else (None, None)
-    return Part(path, importer.FORMAT, rank_of(path, importer), first, last)
+    rank, first, last = rank_of(path, importer), None, None
+    tells: Callable[[Source], tuple[int | None, int | None, int | None]] | None = getattr(importer, "span", None)
+    if spanned and tells is not None:
+        named, first, last = tells(source)
+        rank = rank if named is None else named
+    elif spanned:
+        first, last = _span(source, importer)
+    return Part(path, importer.FORMAT, rank, first, last)
 
 
 def grouped(parts: Sequence[Part]) -> list[Job]:
