@@ -19,9 +19,9 @@ from ..actions import bindings
 from ..link import Answer
 from .base import View
 
-_STYLES = {"·": "bright_black", "○": "yellow", "✗": "bold red", " ": "on grey23", "-": "bright_black", "?": "magenta"}
+_STYLES = {"·": "bright_black", "○": "yellow", "✗": "bold red", " ": "on grey23", "-": "bright_black"}
 _TIMES = (("C", "green"), ("M", "cyan"), ("D", "yellow"))
-_LEGEND = " · done ○ waiting ✗ differs - not kept, blank missing"
+_LEGEND = " · done ○ waiting ✗ differs - not kept, or not asked; blank missing"
 _BARS = "  C compute M comms D data"
 
 #: Lines beside the rows of the grid: where, two of detail, the cursor's sign, legend.
@@ -140,7 +140,7 @@ def _head(grid: RanksGrid) -> str:
     if not grid.columns:
         return f"{grid.count} ranks · {grid.note}"
     place = next((index for index, each in enumerate(grid.groups, start=1) if each == grid.group), 1)
-    words = f"group {one_line(grid.group, 40)}" + (f" ({place} of {len(grid.groups)})" if len(grid.groups) > 1 else "")
+    words = one_line(grid.group, 40) + (f" ({place} of {len(grid.groups)})" if len(grid.groups) > 1 else "")
     words += f" · {grid.count} ranks · {grid.columns:,} collectives · "
     words += "no difference" if grid.first is None else f"first difference at {grid.first + 1:,}"
     return f"{words} · {one_line(grid.note)}" if grid.note else words

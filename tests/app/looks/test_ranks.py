@@ -18,7 +18,7 @@ def record(rank: int, seq: int, state: str = "completed", **fields: Any) -> dict
         "group": "dp",
         "group_ranks": [0, 1, 2],
         "seq": seq,
-        "op": "nccl:all_reduce",
+        "op": "all_reduce",
         "dtype": "float32",
         "shapes_in": SHAPE,
         "state": state,
@@ -39,7 +39,7 @@ def cells(path: str, **window: Any) -> list[str]:
 
 def test_each_sign_says_how_far_a_rank_got(tmp_path: Path):
     rows = [record(rank, seq) for rank in (0, 1, 2) for seq in (0, 1)]
-    rows += [record(0, 2, "started"), record(1, 2, "scheduled"), record(2, 2, op="nccl:broadcast")]
+    rows += [record(0, 2, "started"), record(1, 2, "scheduled"), record(2, 2, op="broadcast")]
     rows += [record(0, 3, "started")]
     path = write(tmp_path, rows)
     assert cells(path) == ["··○○", "··○ ", "··✗ "]
@@ -68,7 +68,7 @@ def test_shapes_may_differ_only_where_the_operation_lets_them(tmp_path: Path):
     def shaped(seq: int, op: str) -> list[dict[str, Any]]:
         return [record(rank, seq, op=op, shapes_in=[[8 + (rank == 1)]]) for rank in (0, 1, 2)]
 
-    path = write(tmp_path, shaped(0, "nccl:all_to_all") + shaped(1, "nccl:_reduce_scatter_base") + shaped(2, "gather"))
+    path = write(tmp_path, shaped(0, "all_to_all") + shaped(1, "_reduce_scatter_base") + shaped(2, "gather"))
     assert cells(path) == ["···", "·✗·", "···"]
 
 
@@ -77,8 +77,37 @@ def test_the_group_with_a_difference_comes_first_and_point_to_point_is_told(tmp_
     rows += [record(rank, 0, group="pp", state="started" if rank else "completed") for rank in (0, 1, 2)]
     rows += [record(0, 1, p2p=True, op="send")]
     grid = ranks(write(tmp_path, rows), columns=9, rows=9)
-    assert (grid.group, grid.groups) == ("pp", ("tp", "pp"))
-    assert grid.note == "1 point-to-point or unnumbered operations are not in the grid"
+    assert (grid.group, grid.groups) == ("group pp", ("group tp", "group pp"))
+    assert grid.note == "1 sends and receives are not in the grid"
+
+
+def test_a_call_that_was_skipped_is_one_hole_and_shifts_nothing(tmp_path: Path):
+    ops = ["all_reduce", "broadcast", "all_gather", "reduce", "barrier", "all_reduce"]
+    rows = [record(rank, seq, op=op) for rank in (0, 2) for seq, op in enumerate(ops)]
+    rows += [record(1, seq, op=op) for seq, op in enumerate(ops[:2] + ops[3:])]
+    path = write(tmp_path, rows)
+    assert cells(path) == ["······", "·· ···", "······"]
+    grid = ranks(path, columns=40, rows=40)
+    assert (grid.first, grid.row) == (2, 1)
+    assert grid.detail == (
+        "seq 2 · missing: rank 1 · 2 done · all_gather float32 [8]",
+        "rank 1: never came to it; before it is seq 1  broadcast float32 [8]",
+    )
+
+
+def test_a_call_that_one_rank_adds_is_a_column_of_its_own(tmp_path: Path):
+    ops = ["all_reduce", "broadcast", "all_gather", "reduce", "barrier", "all_reduce"]
+    frames = [{"name": "train", "file": "/job/train.py", "line": 12}]
+    rows = [record(rank, seq, op=op) for rank in (0, 2) for seq, op in enumerate(ops)]
+    rows += [record(1, seq, op=op, frames=frames) for seq, op in enumerate([*ops[:2], "scatter", *ops[2:]])]
+    path = write(tmp_path, rows)
+    assert cells(path) == ["··-····", "··✗····", "··-····"]
+    grid = ranks(path, columns=40, rows=40)
+    assert (grid.first, grid.row) == (2, 1)
+    assert grid.detail == (
+        "a call of its own · differs: rank 1 · scatter float32 [8]",
+        "rank 1: did scatter float32 [8]  /job/train.py:12 in train",
+    )
 
 
 def test_the_window_holds_the_cursor_in_its_middle_until_an_end_is_reached(tmp_path: Path):
