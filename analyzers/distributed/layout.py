@@ -117,32 +117,33 @@ def hosts(capsule: Capsule) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Shards:
-    """Whether ranks of data parallelism hold only a part of each parameter, or of each gradient."""
+    """Whether ranks of data parallelism hold only a part of each parameter, gradient, or optimizer state."""
 
     parameters: bool
     gradients: bool
+    optimizer: bool
     told: bool
 
 
 def shards(capsule: Capsule) -> Shards:
     """How parameters and gradients are divided among the ranks, as far as manifest and series tell."""
     if any(key.name == "grad_norm_shard" for key in capsule.scalar_keys()):
-        return Shards(True, True, True)
+        return Shards(True, True, True, told=True)
     training = capsule.manifest.training
     sharding = training.sharding if training is not None else None
     if sharding is None or (not sharding.kind and sharding.stage is None):
-        return Shards(False, False, False)
+        return Shards(False, False, False, told=False)
     kind = re.sub(r"[^a-z0-9]", "", (sharding.kind or "zero").lower())
     if kind in ("none", "no", "ddp", "noshard", "replicate", "dataparallel"):
-        return Shards(False, False, True)
+        return Shards(False, False, False, told=True)
     stage = sharding.stage
     if stage is None and (number := re.search(r"(?:zero|stage)([0-3])", kind)):
         stage = int(number[1])
     if stage is not None and ("zero" in kind or "deepspeed" in kind or "stage" in kind or "distributed" in kind):
-        return Shards(stage >= 3, stage >= 2, True)
+        return Shards(stage >= 3, stage >= 2, stage >= 1, told=True)
     if "distributedoptimizer" in kind:
-        return Shards(False, True, True)
-    return Shards(True, True, True)
+        return Shards(False, True, True, told=True)
+    return Shards(True, True, True, told=True)
 
 
 def axis_of(name: str) -> str | None:

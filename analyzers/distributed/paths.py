@@ -91,8 +91,7 @@ def _writes_whole(capsule: Capsule) -> bool:
     """Whether each rank holds all of the model, so that several have the same to write."""
     where = layout(capsule)
     parts = where is None or any(where.has(axis) for axis in ("tensor", "pipeline")) or where.experts
-    sharded = shards(capsule)
-    return not parts and not sharded.parameters and not sharded.gradients
+    return not parts and not shards(capsule).optimizer
 
 
 def _finding(capsule: Capsule, ranks: tuple[int, ...], places: list[tuple[int, str]], is_file: bool) -> Finding:
