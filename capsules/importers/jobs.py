@@ -36,13 +36,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """What grouping needs to know of a file: its format, whose it is, and which steps it covers, where it tells."""
+    """What grouping needs to know of a file: its format, whose it is, and which steps it covers, where it tells.
+
+    ``run`` is what all files of one run and format have in common; empty where nothing is told.
+    """
 
     path: Path
     format: str
     rank: int = 0
     first: int | None = None
     last: int | None = None
+    run: str = ""
 
 
 def jobs(paths: Sequence[str | os.PathLike[str]], *, separate: bool = False) -> tuple[list[Job], list[EvidenceError]]:
@@ -65,7 +69,8 @@ def jobs(paths: Sequence[str | os.PathLike[str]], *, separate: bool = False) -> 
 def part(path: Path, *, spanned: bool = True) -> Part:
     """Look at the head and the tail of a file; ``spanned`` asks for its steps too.
 
-    An importer whose files tell rank and steps better than head and tail do has a function ``span(source)`` of its own.
+    An importer whose files tell more than head and tail do has a function ``span(source)`` of its own: rank, first and
+    last step, and what the files of one run have in common.
 
     Raises:
         EvidenceError: nobody can read it.
@@ -73,13 +78,14 @@ def part(path: Path, *, spanned: bool = True) -> Part:
     source = Source(path)
     importer = known(source)
     rank, first, last = rank_of(path, importer), None, None
-    tells: Callable[[Source], tuple[int | None, int | None, int | None]] | None = getattr(importer, "span", None)
+    tells: Callable[[Source], tuple[int | None, int | None, int | None, str]] | None = getattr(importer, "span", None)
+    run = ""
     if spanned and tells is not None:
-        named, first, last = tells(source)
+        named, first, last, run = tells(source)
         rank = rank if named is None else named
     elif spanned:
         first, last = _span(source, importer)
-    return Part(path, importer.FORMAT, rank, first, last)
+    return Part(path, importer.FORMAT, rank, first, last, run)
 
 
 def grouped(parts: Sequence[Part]) -> list[Job]:
@@ -100,6 +106,9 @@ def _one_job(parts: list[Part]) -> list[Part] | None:
     chains: dict[tuple[str, int], list[Part]] = {}
     for each in parts:
         chains.setdefault((each.format, each.rank), []).append(each)
+    runs = {(each.format, each.run) for each in parts if each.run}
+    if len(runs) > len({kind for kind, _ in runs}):
+        return None
     ordered: list[Part] = []
     for (kind, _), chain in chains.items():
         chain.sort(key=lambda each: (-1 if each.first is None else each.first, natural(each.path.name)))

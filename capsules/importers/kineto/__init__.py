@@ -30,6 +30,8 @@ _BARE = re.compile(rb'\s*\[\s*\{[^{}]{0,400}"ph"\s*:\s*"[XBEiMsfbenC]"')
 _STEP = re.compile(rb'"ProfilerStep\s*#?(\d{1,15})"')
 _INFO = re.compile(rb'"distributedInfo"\s*:\s*(\{.{0,4000})', re.DOTALL)
 _RANK = re.compile(rb'"rank"\s*:\s*(\d{1,9})\b')
+_SIZE = re.compile(rb'"world_size"\s*:\s*(\d{1,9})\b')
+_DEVICE = re.compile(rb'"deviceProperties"\s*:\s*\[\s*\{[^{}]{0,80}"name"\s*:\s*"([^"]{0,200})"')
 _RANKED = re.compile(r"(?:^|[^a-z])rank[_\-.]?(\d{1,6})(?!\d)", re.IGNORECASE)
 #: Bytes of a trace that are looked at for its steps, to group files.
 _GLANCED = 128 * MIB
@@ -46,10 +48,10 @@ def sniff(source: Source) -> bool:
     return _SIGN.search(source.head) is not None or _BARE.match(source.head) is not None
 
 
-def span(source: Source) -> tuple[int | None, int | None, int | None]:
-    """Rank, first and last step of a trace, as far as it tells, to group files; reads no more than a part of it."""
-    info = _INFO.search(source.head)
-    rank = _RANK.search(info[1]) if info is not None else None
+def span(source: Source) -> tuple[int | None, int | None, int | None, str]:
+    """Rank, first and last step, and what all traces of the run share; reads no more than a part of the file."""
+    info, device = _INFO.search(source.head), _DEVICE.search(source.head)
+    rank, size = (pattern.search(info[1]) if info is not None else None for pattern in (_RANK, _SIZE))
     steps: list[int] = []
     seen, rest = 0, b""
     for chunk in source.chunks():
@@ -57,7 +59,13 @@ def span(source: Source) -> tuple[int | None, int | None, int | None]:
         rest, seen = chunk[-64:], seen + len(chunk)
         if seen > _GLANCED:
             break
-    return int(rank[1]) if rank else None, min(steps, default=None), max(steps, default=None)
+    run = b", ".join([b"of " + size[1] if size else b"alone", device[1] if device else b"no device"])
+    return (
+        int(rank[1]) if rank else None,
+        min(steps, default=None),
+        max(steps, default=None),
+        run.decode("utf-8", "replace"),
+    )
 
 
 def read(source: Source, out: Run) -> None:
