@@ -140,6 +140,10 @@ class Model(Part):
     max_positions: Count | None = None
     sliding_window: Count | None = None
     use_cache: bool | None = None
+    attention: str | None = None  # fused, or materialised: whether scores of [T, T] are kept
+    mlp: str | None = None  # gelu (two matrices) or gated (three)
+    norm: str | None = None  # layer or rms
+    dropout: float | None = None  # the largest
     rope: Rope | None = None
     causal_alignment: Literal["top-left", "bottom-right"] | None = None
     vision: Vision | None = None

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
+from .configuration import plan
+from .fitting import Fitting, fitting
 from .oom import Failure, Verdict, gib, told_by
 from .thresholds import LITTLE_SLACK
 
@@ -46,25 +48,25 @@ def capacity(capsule: Capsule) -> Iterator[Finding]:
     """
     told = told_by(capsule, "memory/capacity")
     if told:
-        yield _finding(told)
+        yield _finding(told, fitting(plan(capsule), told[0][0]))
 
 
-def _finding(told: Sequence[tuple[Failure, Verdict]]) -> Finding:
+def _finding(told: Sequence[tuple[Failure, Verdict]], what: Fitting) -> Finding:
     failure, verdict = told[0]
     open_ = verdict.kind == "undecided"
     words = failure_words(told)
-    if open_:
-        words += f" It may be {' or '.join(verdict.between)}."
+    words += f" It may be {' or '.join(verdict.between)}." if open_ else f" {what.words}"
     return Finding(
         severity="info" if failure.caught else None,
         confidence="undetermined" if open_ else "likely",
         title="Out of memory" if open_ else "Out of memory: the device is full",
         summary=words,
         where=Where(step=failure.step, rank=failure.rank),
-        evidence=failure_evidence(told),
+        evidence=failure_evidence(told) + (() if open_ else what.evidence),
         cause=None if open_ else "the job needs more memory than the device has",
         next=_next(failure, open_),
-        fix=("a smaller micro-batch with more accumulation, shorter rows, activation checkpointing or sharding",),
+        fix=tuple(each.words for each in what.changes if each.fits)
+        or ("a smaller micro-batch with more accumulation, shorter rows, activation checkpointing or sharding",),
     )
 
 

@@ -45,5 +45,12 @@ STARVED = 0.8
 
 #: Configuration. Batches and records that are looked through for it.
 MOST_BATCHES = 256
+#: Layers of the deepest model that is believed.
+MOST_LAYERS = 2048
 #: Share by which the number of parameters may differ from what the shape of a plain transformer gives.
 SAME_PARAMETERS = 0.05
+
+#: What would fit. Share of the device that is left free, since no allocator fills it.
+ROOM_LEFT = 0.03
+#: Share of what was wanted at the failure, below which a computed peak explains it not.
+FAR_BELOW = 0.6

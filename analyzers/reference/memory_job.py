@@ -17,7 +17,7 @@ STATE_BYTES: Final = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "pagedadamw8bit"), 2.0 + 8 / 256),  # one float32 scale for 256 elements
     **dict.fromkeys(("momentum", "lion", "rmsprop", "adagrad", "muon"), 4.0),
     **dict.fromkeys(("lion8bit",), 1.0 + 4 / 256),
-    **dict.fromkeys(("sgd",), 0.0),
+    **dict.fromkeys(("sgd", "none"), 0.0),  # none: offloaded to the host
 }
 
 

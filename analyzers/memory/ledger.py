@@ -1,0 +1,238 @@
+"""Where the memory goes: the terms of the peak, measured beside computed. A ledger, not a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ..finding import Evidence, Finding, Where
+from ..reference.memory_model import Estimate, estimate
+from ..registry import rule
+from ..series import curve
+from .configuration import Plan, plan
+from .records import capacities, gib, positive, whole
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+#: What a peak is made of; those that the memory model computes come first.
+COMPUTED: Final = ("weights", "gradients", "optimizer", "activations", "communication", "transient")
+TERMS: Final = (*COMPUTED, "kv_cache", "fragmentation")
+_SCALARS: Final = ("memory_peak", "memory_reserved", "memory_allocated")
+
+
+@dataclass
+class _Measured:
+    """What was measured: bytes by term, the peak, and where it was."""
+
+    terms: dict[str, int] = field(default_factory=dict[str, int])
+    peak: int | None = None
+    reserved: int | None = None
+    capacity: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    rank: int | None = None
+
+
+@rule(
+    "memory/ledger",
+    stage="runtime",
+    kind="hygiene",
+    severity="info",
+    needs=(
+        "records.memory|scalars.memory_peak|scalars.memory_allocated|scalars.memory_reserved|scalars.memory_device_used",
+    ),
+    cases=("out-of-memory-after-hours",),
+    report=True,
+)
+def ledger(capsule: Capsule) -> Iterator[Finding]:
+    """Where the memory of the device goes at the peak.
+
+    What it checks:
+        The memory records of the peak (from the recorder, a snapshot, a summary), the curves of memory, and what the
+        configuration in the manifest needs by arithmetic.
+    Why it matters:
+        Weights, states, activations and fragmentation are cured by different things. What none of the terms explains
+        is where a leak, a forgotten graph or another library hides.
+    How it decides:
+        It only reports: each term in bytes as measured and, beside it, as computed from the configuration
+        (Korthikanti et al. 2022 and Rajbhandari et al. 2020, within 10 % of what torch allocates for a GPT); the phase
+        of the peak; the largest term that nothing explains. The use of the device alone says nothing of its parts and
+        is undetermined.
+    Looks like it but is not:
+        A peak in the first steps, while kernels are tried out; memory that the allocator keeps and nobody uses.
+    What to try next:
+        Where a term is unexplained, write an allocator snapshot at the peak and look at the stacks that hold it.
+    Fix:
+        None: this is a ledger.
+    """
+    planned = plan(capsule)
+    estimates = [estimate(shape, job) for shape, job in planned.readings]
+    measured = _measured(capsule)
+    if measured.peak is None and not measured.terms:
+        used = curve(capsule, "memory_device_used").finite()
+        yield _of_the_device(used.value.max() if len(used) else None, estimates, planned)
+        return
+    known = {**_middle(estimates), **measured.terms} if estimates else dict(measured.terms)
+    total = max(measured.peak or 0, measured.reserved or 0) or None
+    unexplained = (
+        None
+        if measured.peak is None
+        else measured.peak - sum(size for name, size in known.items() if name != "fragmentation")
+    )
+    yield Finding(
+        confidence="confirmed" if measured.terms else "likely" if estimates else "undetermined",
+        title=_title(measured, estimates),
+        summary=_summary(measured, known, unexplained, estimates, planned),
+        where=Where(step=measured.step, rank=measured.rank),
+        evidence=(
+            *_rows(measured, estimates),
+            *_total_rows(measured, total, unexplained, estimates),
+        ),
+        cause="the terms of the peak" if measured.terms or estimates else None,
+        next=_next(measured, estimates, planned, unexplained),
+    )
+
+
+def _measured(capsule: Capsule) -> _Measured:
+    """The ledger of the highest record, completed by other records of its step, else by the curves."""
+    records = list(capsule.records("memory"))
+    found = _Measured(capacity=min(capacities(capsule).values(), default=None))
+    best = max(records, key=_height, default=None)
+    if best is not None:
+        found.phase = str(best["phase"]) if best.get("phase") else None
+        found.step, found.rank = whole(best.get("step")), whole(best.get("rank"))
+        same = [
+            each for each in records if (each.get("step"), each.get("rank")) == (best.get("step"), best.get("rank"))
+        ]
+        for name in TERMS:
+            size = whole(best.get(name))
+            others = (each for other in same if (each := whole(other.get(name))) is not None)
+            size = max(others, default=None) if size is None and name != "fragmentation" else size
+            if size is not None:
+                found.terms[name] = size
+        found.peak = positive(best.get("peak")) or positive(best.get("allocated"))
+        found.reserved = max((each for one in same if (each := positive(one.get("reserved")))), default=None)
+        found.capacity = positive(best.get("capacity")) or found.capacity
+    if found.peak is None:
+        curves = [curve(capsule, name).finite() for name in _SCALARS]
+        peaks = [each for each in curves if len(each)]
+        if peaks:
+            at = int(peaks[0].value.argmax())
+            found.peak = int(max(0.0, peaks[0].value[at]))
+            found.step = int(peaks[0].step[at]) if found.step is None else found.step
+    if found.reserved is not None and found.peak is not None and "fragmentation" not in found.terms:
+        found.terms["fragmentation"] = max(0, found.reserved - found.peak)
+    return found
+
+
+def _height(record: Mapping[str, Any]) -> int:
+    parts = sum(whole(record.get(name)) or 0 for name in TERMS)
+    return positive(record.get("peak")) or positive(record.get("allocated")) or parts
+
+
+def _middle(estimates: Sequence[Estimate]) -> dict[str, int]:
+    return {name: round((low + high) / 2) for name, (low, high) in _ranges(estimates).items()}
+
+
+def _ranges(estimates: Sequence[Estimate]) -> dict[str, tuple[float, float]]:
+    values = {name: [float(getattr(each, name)) for each in estimates] for name in COMPUTED}
+    return {name: (min(each), max(each)) for name, each in values.items() if each}
+
+
+def _rows(measured: _Measured, estimates: Sequence[Estimate]) -> Iterator[Evidence]:
+    computed = _ranges(estimates)
+    for name in TERMS:
+        value, expected = measured.terms.get(name), computed.get(name)
+        if value is None and expected is None:
+            continue
+        words = None if expected is None else _between(*expected)
+        note = "measured" if value is not None else "computed"
+        shown = value if value is not None else None if expected is None else round(expected[1])
+        yield Evidence(name=name, value=shown, expected=words if value is not None else None, unit="B", note=note)
+
+
+def _total_rows(
+    measured: _Measured, total: int | None, unexplained: int | None, estimates: Sequence[Estimate]
+) -> Iterator[Evidence]:
+    peaks = [each.peak for each in estimates]
+    expected = _between(min(peaks), max(peaks)) if peaks else None
+    if measured.peak is not None:
+        note = f"in {measured.phase}" if measured.phase else ""
+        yield Evidence(name="peak", value=measured.peak, expected=expected, unit="B", note=note)
+    elif peaks:
+        yield Evidence(name="peak", value=round(max(peaks)), unit="B", note=f"computed, in {estimates[0].phase}")
+    if unexplained is not None:
+        yield Evidence(name="unexplained", value=unexplained, expected=0, unit="B")
+    if measured.reserved is not None:
+        yield Evidence(name="reserved", value=measured.reserved, unit="B")
+    if measured.capacity is not None:
+        yield Evidence(name="capacity", value=measured.capacity, unit="B")
+
+
+def _title(measured: _Measured, estimates: Sequence[Estimate]) -> str:
+    peak = measured.peak if measured.peak is not None else max((each.peak for each in estimates), default=None)
+    if peak is None:
+        return "Memory, as far as it was measured"
+    return f"Memory at the peak: {gib(peak)}"
+
+
+def _summary(
+    measured: _Measured, known: Mapping[str, int], unexplained: int | None, estimates: Sequence[Estimate], planned: Plan
+) -> str:
+    order = sorted(((name, size) for name, size in known.items() if size), key=lambda each: -each[1])
+    words = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in order) or "no term of it is known"
+    where = f" in {measured.phase}" if measured.phase else f" in {estimates[0].phase}, computed" if estimates else ""
+    words = f"The peak{where}: {words}."
+    if unexplained is not None and order and abs(unexplained) > 0:
+        words += f" {gib(abs(unexplained))} {'are not explained' if unexplained > 0 else 'too much is computed'}."
+    if not estimates:
+        words += f" Nothing is computed: {_lacking(planned)}."
+    elif planned.open:
+        words += f" Open in the configuration: {', '.join(planned.open)}."
+    return words
+
+
+def _next(
+    measured: _Measured, estimates: Sequence[Estimate], planned: Plan, unexplained: int | None
+) -> tuple[str, ...]:
+    steps: list[str] = []
+    if measured.peak is not None and unexplained is not None and unexplained > 0.1 * measured.peak:
+        steps.append("write an allocator snapshot at the peak and look at the stacks that hold most")
+    if not estimates and planned.missing:
+        steps.append(f"give the manifest {', '.join(planned.missing)}: the terms are then computed beside")
+    return tuple(steps)
+
+
+def _of_the_device(used: float | None, estimates: Sequence[Estimate], planned: Plan) -> Finding:
+    peaks = [each.peak for each in estimates]
+    words = "Only the use of the whole device is on record"
+    return Finding(
+        confidence="undetermined",
+        title="Memory of the device, and nothing of its parts",
+        summary=f"{words}, at most {gib(used)}: an allocator snapshot is needed to tell its parts apart.",
+        evidence=(
+            Evidence(
+                name="memory_device_used",
+                value=None if used is None else round(used),
+                expected=_between(min(peaks), max(peaks)) if peaks else None,
+                unit="B",
+                note="highest",
+            ),
+            *_rows(_Measured(), estimates),
+        ),
+        next=(
+            "write an allocator snapshot, or record with the recorder",
+            *_next(_Measured(), estimates, planned, None),
+        ),
+    )
+
+
+def _between(low: float, high: float) -> str | int:
+    """A computed number, or the range of the readings that the configuration admits."""
+    return round(low) if round(low) == round(high) else f"{low:,.0f} … {high:,.0f}"
+
+
+def _lacking(planned: Plan) -> str:
+    return planned.beyond or f"the manifest lacks {', '.join(planned.missing)}"
