@@ -11,7 +11,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotJudged, rule
-from ..series import Curve, align, segments, theil_sen
+from ..series import Curve, align, curve, segments, theil_sen
 from .allocator import Growth, growth, histories, own_frame
 from .lengths import length_curves, rank_correlation
 from .oom import failures, gib
@@ -133,9 +133,10 @@ class Rise:
 def _rising(capsule: Capsule) -> list[Rise]:
     found: list[Rise] = []
     for key in capsule.scalar_keys():
-        if key.name != "memory_allocated" or key.side == "allocator":
+        if key.name != "memory_allocated" or key.side == "allocator":  # those go over events, not over steps
             continue
-        for part in segments(capsule, "memory_allocated", key.rank) if key.side is None else ():
+        sided = (curve(capsule, key.name, key.rank, key.side),)
+        for part in segments(capsule, key.name, key.rank) if key.side is None else sided:
             rise = _even_rise(capsule, part.finite(), key.rank)
             found += [rise] if rise is not None else []
     return sorted(found, key=lambda each: (each.rank, each.first))
