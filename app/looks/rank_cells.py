@@ -25,6 +25,7 @@ class Cells:
     """One process group.
 
     Attributes:
+        group: number of the group among the calls.
         label: the group in words.
         ranks: its members.
         numbers: of each column, the call's number in the group as most ranks count.
@@ -33,6 +34,7 @@ class Cells:
         first: the first column in which ranks differ, None where they do not.
     """
 
+    group: int
     label: str
     ranks: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -58,7 +60,7 @@ def of_group(told: Diagnosis, index: int) -> Cells | None:
         if placed[members.index(rank), column] != ABSENT:
             cells[members.index(rank), column] = DIFFERS
     return Cells(
-        str(calls.groups[index]), tuple(members), tuple(numbers.tolist()), cells, placed,
+        index, str(calls.groups[index]), tuple(members), tuple(numbers.tolist()), cells, placed,
         _first(told, index, numbers, cells, [column for _, column in marks]),
     )  # fmt: skip
 

@@ -189,7 +189,11 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
             words = _words(calls, int(group.row[row, last]))
             here += f"; {'before it' if skipped else 'its last'} is seq {group.numbers[last]:,}  {words}"
         elif column[row] == MISSING:
-            here += "; it took part in other groups only"
+            reached = calls.reached.get((group.group, group.ranks[row]))
+            if reached is not None and reached.enqueued >= 0:
+                here += f"; its last is seq {reached.enqueued:,}"
+            else:
+                here += "; it took part in other groups only"
         elif made[row] >= 0 and (frame := calls.frame(int(made[row]))) is not None:
             here += f"  {one_line(frame, 200)}"
     return head, here

@@ -152,7 +152,7 @@ def head(directory: Path, listing: Listing | None, problem: str, paused: bool, w
         raw = sum(each.status == RAW for each in listing.entries)
         words.append(f"  {count(len(listing.entries) - raw, 'capsule')}" + (f", {live} live" if live else ""))
         if raw:
-            words.append(f", {count(raw, 'raw log')}")
+            words.append(f", {raw:,} from raw files")
         if listing.unread:
             words.append(f", {listing.unread:,} still to read")
         problem = problem or (listing.problem if listing.entries else "")
