@@ -54,7 +54,7 @@ def test_a_job_of_two_logs_is_judged_drawn_and_made_a_capsule(runs: Path, scratc
         async with console.run_test(size=(80, 24)) as pilot:
             rows = console.screen.query_one("#capsules", Rows)
             await until(pilot, lambda: len(rows) == 1, "one row")
-            assert "0 capsules, 1 raw log" in lines(console, "#where")
+            assert "0 capsules, 1 from raw files" in lines(console, "#where")
             await until(pilot, lambda: "Nothing diverged" in lines(console, "#first"), "judged")
             await until(pilot, lambda: "loss" in lines(console, "#small-loss"), "drawn")
             assert "4.81" in lines(console, "#small-loss"), "to the last step of the second file"
