@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import repeat
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 
@@ -79,6 +79,8 @@ def _written(column: Sequence[Any] | Distinct, start: int, stop: int) -> Any:
     if column.at is None:
         return {"distinct": list(column.values[:1])}
     at = column.at[start:stop]
+    if len(at) == len(column.at) and len(column.values) <= len(at):
+        return {"distinct": list(column.values), "at": list(at)}
     used = {old: new for new, old in enumerate(dict.fromkeys(each for each in at if each is not None))}
     return {
         "distinct": [column.values[each] for each in used],
@@ -146,9 +148,7 @@ def _expanded(column: Any, values: list[Any], count: int, name: str) -> Any:
     if not isinstance(at, list) or len(cast("list[Any]", at)) != count:
         raise EvidenceError(f"column {name[:60]!r} does not say which value each record has")
     try:
-        places = msgspec.convert(at, list[int | None])
-        if min((each for each in places if each is not None), default=0) < 0:
-            raise IndexError
+        places = msgspec.convert(at, list[Annotated[int, msgspec.Meta(ge=0)] | None])
         return [None if each is None else values[each] for each in places]
     except (msgspec.ValidationError, IndexError):
         raise EvidenceError(f"column {name[:60]!r} points beside its values") from None

@@ -180,7 +180,9 @@ def _shallow(value: Any, depth: int) -> bool:
     if isinstance(value, dict):
         return depth > 0 and all(_shallow(item, depth - 1) for item in cast("dict[str, Any]", value).values())
     if isinstance(value, list):
-        return depth > 0 and all(_shallow(item, depth - 1) for item in cast("list[Any]", value))
+        listed = cast("list[Any]", value)
+        flat = not set(map(type, listed)) - _BUILTIN
+        return depth > 0 and (flat or all(_shallow(item, depth - 1) for item in listed))
     return True
 
 

@@ -19,7 +19,7 @@ import pickletools
 import re
 import resource
 import threading
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -112,11 +112,12 @@ def looks_like_pickle(head: bytes) -> bool:
     return bool(_START.match(head))
 
 
-def top_level_keys(head: bytes) -> tuple[str, ...]:
+def top_level_keys(head: bytes, until: Collection[str] = ()) -> tuple[str, ...]:
     """Keys of the outermost mapping, as far as the beginning of a file shows them; nothing is loaded.
 
     Args:
         head: the first bytes of the file; a few hundred opcodes of them are looked at.
+        until: keys after any of which nothing more is looked at.
     """
     if not looks_like_pickle(head):
         return ()
@@ -138,6 +139,9 @@ def top_level_keys(head: bytes) -> tuple[str, ...]:
                 else:
                     stack.pop()
             stored = memo.get(argument) if "GET" in opcode.name else argument
+            if stored in until and _pairs([*stack, stored])[-1:] == [stored]:
+                stack.append(stored)
+                break
             for kind in opcode.stack_after:
                 stack.append(kind if kind is pickletools.markobject else stored if isinstance(stored, str) else None)
     return tuple(dict.fromkeys(keys + _pairs(stack)))
@@ -213,16 +217,12 @@ def _hushed(data: bytes) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _guarded(room: int) -> Generator[None]:
-    """Hold the process to ``room`` bytes more of address space, and the collector still, while a file is read.
-
-    Millions of new containers would have the collector look at all of them again and again, to find nothing.
-    """
-    with _reading:
-        used, collecting = _address_space(), gc.isenabled()
+    """Hold the process to ``room`` bytes more of address space, and the collector still, while a file is read."""
+    with _reading, collector_still():
+        used = _address_space()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         wanted = used + room
         lowered = used > 0 and (soft == resource.RLIM_INFINITY or wanted < soft)
-        gc.disable()
         try:
             if lowered:
                 resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
@@ -230,5 +230,15 @@ def _guarded(room: int) -> Generator[None]:
         finally:
             if lowered:
                 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-            if collecting:
-                gc.enable()
+
+
+@contextlib.contextmanager
+def collector_still() -> Generator[None]:
+    """Keep the garbage collector from looking, again and again, at the millions of containers of one file."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

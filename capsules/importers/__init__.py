@@ -27,6 +27,7 @@ from .source import Source
 MODULES = (
     "tensorboard",
     "wandb",
+    "flight",
     "memory",
     "trainer_state",
     "golden",
@@ -130,6 +131,9 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
             )
             if attach:
                 writer.attach(source.path, kind=getattr(importer, "KIND", "log"))
+        for importer in dict.fromkeys(importer for _, importer in found):
+            problem = _finished(importer, found, listed, run)
+            problems += [problem] if problem else []
         if not run.points and not run.records and not problems and _says(run.stated):
             said = (
                 f"{found[0][0].path.name}: no number was logged: the job ended, or was stopped, before its first report"
@@ -209,6 +213,29 @@ def _read(importer: Importer, source: Source, run: Run) -> str:
     except Exception as error:
         problem = f"{source.path}: reading stopped at something unexpected ({type(error).__name__}: {error})"
     run.flush()
+    return problem
+
+
+def _finished(
+    importer: Importer, found: Sequence[tuple[Source, Importer]], listed: list[dict[str, Any]], run: Run
+) -> str:
+    """Let an importer write what its files say together, where it has such a part; what went wrong is returned."""
+    finish: Callable[[Run], None] | None = getattr(importer, "finish", None)
+    if finish is None:
+        return ""
+    first = next(at for at, (_, each) in enumerate(found) if each is importer)
+    problem = ""
+    try:
+        finish(run)
+    except EvidenceError as error:
+        problem = str(error)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        problem = f"{found[first][0].path}: putting the files together stopped ({type(error).__name__}: {error})"
+    run.flush()
+    listed[first]["notes"] += [f"{text} ({times:,})" if times > 1 else text for text, times in run.notes.items()]
+    run.notes.clear()
     return problem
 
 

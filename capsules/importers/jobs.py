@@ -96,9 +96,15 @@ def grouped(parts: Sequence[Part]) -> list[Job]:
     found: list[Job] = []
     for those in places.values():
         ordered = _one_job(those)
-        groups = [[each] for each in those] if ordered is None else [ordered]
+        groups = _apart(those) if ordered is None else [ordered]
         found += [Job(tuple(each.path for each in group)) for group in groups]
     return found
+
+
+def _apart(parts: list[Part]) -> list[list[Part]]:
+    """Every file alone, but for dumps of ranks: they show one moment of one job, whatever lies beside them."""
+    dumps = sorted((each for each in parts if each.format.startswith("flight")), key=lambda each: each.rank)
+    return ([dumps] if dumps else []) + [[each] for each in parts if not each.format.startswith("flight")]
 
 
 def _one_job(parts: list[Part]) -> list[Part] | None:

@@ -1,0 +1,473 @@
+"""One dump as columns: each call's fields as numbers and as places in tables that all dumps of the job share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import Any, cast
+
+from ...errors import EvidenceError
+from ...limits import MAX_INT64
+from ...plain_pickle import integer, text
+
+#: Entries of one dump that are read, the newest; the recorder's buffer holds 2,000 unless somebody asks for more.
+MOST_ENTRIES = 500_000
+#: Groups, and ranks of one group.
+MOST_GROUPS, MOST_MEMBERS = 65_536, 1 << 20
+#: Frames of a stack, tensors of a call, dimensions of a tensor.
+_FRAMES, _TENSORS, _DIMENSIONS = 24, 4096, 64
+_STATES = ("scheduled", "started", "completed")
+#: Names of torch's scalar types as C++ prints them; others are the same in lower case.
+_DTYPES = {
+    "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16",
+    "Float": "float32", "Double": "float64", "BFloat16": "bfloat16", "Bool": "bool", "ComplexHalf": "complex32",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}  # fmt: skip
+_OPERATION = re.compile(r"(?:(\w+):)?\s*(.*?)(?:\s+(\d{1,9})\s*(?:->|<-)\s*(\d{1,9}))?\s*", re.DOTALL)
+
+Note = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What ``nccl:send 0->3`` says: the name without its back end, and for a direct call this rank and the other one.
+
+    Both are numbers within the group.
+    """
+
+    name: str
+    backend: str = ""
+    own: int | None = None
+    other: int | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.name in ("send", "recv", "isend", "irecv")
+
+
+class Table:
+    """Different values in the order in which they came up; many calls share each of them.
+
+    Args:
+        key: what identifies a value, made from whatever a dump holds in its place.
+        show: the value, made from its key.
+    """
+
+    def __init__(self, key: Callable[[Any], Hashable], show: Callable[[Any], Any]) -> None:
+        self.values: list[Any] = []
+        self._key, self._show = key, show
+        self._places: dict[Hashable, int] = {}
+
+    def places(self, keys: Sequence[Hashable]) -> list[int]:
+        """Where the values stand that have these keys."""
+        places = list(map(self._places.get, keys))
+        if None in places:
+            for key in dict.fromkeys(key for key, place in zip(keys, places, strict=True) if place is None):
+                self._places[key] = len(self.values)
+                self.values.append(self._show(key))
+            places = [self._places[key] if place is None else place for key, place in zip(keys, places, strict=True)]
+        return cast("list[int]", places)
+
+    def odd(self, raw: Iterable[Any]) -> list[int]:
+        """Where values stand some of which are not as recorders write them; one that is shared is looked at once."""
+        seen: dict[int, Hashable] = {}
+        keys: list[Hashable] = []
+        for each in raw:
+            if id(each) not in seen:
+                seen[id(each)] = self._key(each)
+            keys.append(seen[id(each)])
+        return self.places(keys)
+
+
+class Tables:
+    """What the calls of all dumps of a job have in common."""
+
+    def __init__(self) -> None:
+        self.operations = Table(lambda value: text(value, 200) or "", _operation)
+        self.shapes = Table(_shapes, lambda key: [list(shape) for shape in key])
+        self.dtypes = Table(_dtypes, lambda key: [_DTYPES.get(each) or _plain_dtype(each) for each in key])
+        self.frames = Table(_frames, _stack)
+
+
+@dataclass
+class Calls:
+    """The calls of one rank, column by column; ``group``, ``op`` and the like are places in tables."""
+
+    group: list[int] = field(default_factory=list[int])
+    op: list[int] = field(default_factory=list[int])
+    collective_seq: list[int | None] = field(default_factory=list["int | None"])
+    p2p_seq: list[int | None] = field(default_factory=list["int | None"])
+    op_id: list[int | None] = field(default_factory=list["int | None"])
+    order: list[int] = field(default_factory=list[int])
+    inputs: list[int] = field(default_factory=list[int])
+    outputs: list[int] = field(default_factory=list[int])
+    dtypes: list[int] = field(default_factory=list[int])
+    dtypes_out: list[int] = field(default_factory=list[int])
+    frames: list[int] = field(default_factory=list[int])
+    state: list[int] = field(default_factory=list[int])
+    retired: list[bool] = field(default_factory=list[bool])
+    direct: list[bool] = field(default_factory=list[bool])
+    created: list[float | None] = field(default_factory=list["float | None"])
+    started: list[float | None] = field(default_factory=list["float | None"])
+    completed: list[float | None] = field(default_factory=list["float | None"])
+    timeout: list[float | None] = field(default_factory=list["float | None"])
+    thread: list[str | None] = field(default_factory=list["str | None"])
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as one dump knows it: its name in the job, its description, its members (none: not told)."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a group had come: sequence numbers, -1 or None where not known."""
+
+    enqueued: int | None
+    started: int | None
+    completed: int | None
+
+
+@dataclass
+class Dump:
+    """What one file says.
+
+    Attributes:
+        version: major and minor number, None where there is none.
+        library: version of the communication library.
+        config: groups by name.
+        status: by local number of the group.
+        groups: the groups that the calls name, to which ``calls.group`` points.
+        pairs: local number of a group → places in ``groups`` that entries give it.
+        named: the rank in the file's name.
+        modified: Unix seconds of the file.
+    """
+
+    where: str
+    version: tuple[int, int] | None
+    library: str
+    config: dict[str, Group]
+    status: dict[str, Status]
+    groups: list[Group]
+    pairs: dict[str, set[int]]
+    calls: Calls
+    named: int | None = None
+    modified: float = 0.0
+
+
+def parse(value: Any, where: str, tables: Tables, note: Note) -> Dump:
+    """Take a dump apart, whatever is in it.
+
+    Args:
+        value: the decoded file.
+        where: the file, for errors.
+        tables: shared by the dumps of a job.
+        note: told what could not be used.
+
+    Raises:
+        EvidenceError: it is no dump.
+    """
+    if not isinstance(value, dict):
+        raise EvidenceError("is no flight-recorder dump: it holds no mapping", where)
+    top = cast("dict[str, Any]", value)
+    entries = top.get("entries")
+    if entries is None:
+        entries = []
+    if not isinstance(entries, list | tuple):
+        note("the entries are no list; left out")
+        entries = []
+    version = _version(top.get("version"))
+    if version is not None and version[0] > 2:
+        note(f"version {version[0]}.{version[1]} is newer than the versions known here; read as far as it is alike")
+    library = text(top.get("comm_lib_version")) or text(top.get("nccl_version")) or ""
+    config = _config(top.get("pg_config"), note)
+    reader = _Entries(tables, config, note)
+    reader.read(cast("list[Any]", entries))
+    status = _status(top.get("pg_status"))
+    return Dump(where, version, library[:100], config, status, reader.groups, reader.pairs, reader.calls)
+
+
+def _version(value: Any) -> tuple[int, int] | None:
+    """Versions are pairs of integers: 2.10 comes after 2.9."""
+    found = re.match(r"\s*(\d{1,6})(?:\.(\d{1,6}))?", str(value) if isinstance(value, str | int | float) else "")
+    return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def _config(value: Any, note: Note) -> dict[str, Group]:
+    config: dict[str, Group] = {}
+    if not isinstance(value, dict):
+        return config
+    for key, entry in cast("dict[Any, Any]", value).items():
+        name = text(key, 200)
+        if name is None:
+            continue
+        if len(config) >= MOST_GROUPS:
+            note(f"more than {MOST_GROUPS:,} groups; the first are kept")
+            break
+        if isinstance(entry, dict):
+            fields = cast("dict[str, Any]", entry)
+            config[name] = Group(name, text(fields.get("desc"), 200) or "", members(fields.get("ranks")))
+        elif isinstance(entry, list | tuple):  # older recorders: name, description, ranks
+            parts = [*cast("list[Any]", entry)[:3], None, None]
+            config[name] = Group(name, text(parts[1], 200) or "", members(parts[2]))
+    return config
+
+
+def members(value: Any) -> tuple[int, ...]:
+    """Ranks from a list, or from a list that was printed."""
+    return _printed(value) if isinstance(value, str) else _listed(value)
+
+
+@lru_cache(maxsize=1024)
+def _printed(value: str) -> tuple[int, ...]:
+    """The dumps of a thousand ranks print the same group a thousand times."""
+    return _listed(re.findall(r"\d{1,7}", value[: 8 * MOST_MEMBERS]))
+
+
+def _listed(value: Any) -> tuple[int, ...]:
+    if isinstance(value, list | tuple | set):
+        ranks = [integer(each) for each in list(cast("list[Any]", value))[:MOST_MEMBERS]]
+    else:
+        return ()
+    return tuple(dict.fromkeys(each for each in ranks if each is not None and 0 <= each < MOST_MEMBERS))
+
+
+def _status(value: Any) -> dict[str, Status]:
+    status: dict[str, Status] = {}
+    if not isinstance(value, dict):
+        return status
+    for key, entry in list(cast("dict[Any, Any]", value).items())[:MOST_GROUPS]:
+        local = text(key, 60)
+        if local is None or not isinstance(entry, dict):
+            continue
+        fields = cast("dict[str, Any]", entry)
+        reached = (integer(fields.get(f"last_{each}_collective")) for each in ("enqueued", "started", "completed"))
+        status[local] = Status(*reached)
+    return status
+
+
+class _Entries:
+    """The entries of one dump, read column by column: there may be half a million."""
+
+    def __init__(self, tables: Tables, config: dict[str, Group], note: Note) -> None:
+        self.calls = Calls()
+        self.groups: list[Group] = []
+        self.pairs: dict[str, set[int]] = {}
+        self._tables = tables
+        self._config = config
+        self._note = note
+
+    def read(self, entries: list[Any] | tuple[Any, ...]) -> None:
+        if len(entries) > MOST_ENTRIES:
+            self._note(f"more than {MOST_ENTRIES:,} entries; the newest are kept")
+            entries = entries[-MOST_ENTRIES:]
+        kept: list[dict[str, Any]] = [entry for entry in entries if type(entry) is dict]
+        if len(kept) < len(entries):
+            self._note("entries that are no mappings left out", len(entries) - len(kept))
+        numbers = _counts(kept, "record_id")
+        order = [each for each in numbers if each is not None]
+        if len(order) < len(kept):
+            self._note("entries without a number keep the order in which they stand")
+            order = list(range(len(kept)))
+        elif any(map(operator.gt, order, order[1:])):
+            kept = [kept[at] for at in sorted(range(len(kept)), key=order.__getitem__)]
+            order.sort()
+        self.calls.order = order
+        if kept:
+            self._columns(kept)
+
+    def _columns(self, kept: list[dict[str, Any]]) -> None:
+        calls, tables = self.calls, self._tables
+        said = [entry.get("profiling_name") for entry in kept]
+        calls.op = tables.operations.places(said) if _all(said, str) else tables.operations.odd(said)
+        operations: list[Operation] = tables.operations.values
+        calls.group = self._grouped([(entry.get("process_group"), entry.get("pg_id")) for entry in kept])
+        older = all("collective_seq_id" not in entry for entry in kept)
+        calls.collective_seq = _counts(kept, "seq_id" if older else "collective_seq_id")
+        calls.p2p_seq = _counts(kept, "p2p_seq_id")
+        calls.op_id = _counts(kept, "op_id")
+        calls.inputs = _sized([entry.get("input_sizes") for entry in kept], tables.shapes)
+        calls.outputs = _sized([entry.get("output_sizes") for entry in kept], tables.shapes)
+        calls.dtypes = _typed([entry.get("input_dtypes") for entry in kept], tables.dtypes)
+        calls.dtypes_out = _typed([entry.get("output_dtypes") for entry in kept], tables.dtypes)
+        calls.frames = _stacked([entry.get("frames") for entry in kept], tables.frames)
+        states = [entry.get("state") for entry in kept]
+        calls.state = [_STATES.index(each) if each in _STATES else 0 for each in states]
+        calls.retired = [entry.get("retired") is True for entry in kept]
+        direct = [entry.get("is_p2p") for entry in kept]
+        if not _all(direct, bool):
+            known = zip(direct, calls.op, strict=True)
+            direct = [each if type(each) is bool else operations[op].direct for each, op in known]
+        calls.direct = cast("list[bool]", direct)
+        calls.created = _seconds(kept, "time_created_ns")
+        calls.started = _seconds(kept, "time_discovered_started_ns")
+        calls.completed = _seconds(kept, "time_discovered_completed_ns")
+        calls.timeout = [each / 1e3 if each else None for each in _counts(kept, "timeout_ms")]
+        threads = [entry.get("thread_id") for entry in kept]
+        calls.thread = [each if type(each) is str and len(each) < 100 else text(each, 100) for each in threads]
+
+    def _grouped(self, raw: list[tuple[Any, Any]]) -> list[int]:
+        """The places of the groups that entries name; their local numbers are remembered with them."""
+        try:
+            keys: list[Any] = [(said[0], said[1], local) for said, local in raw]
+            different = list(dict.fromkeys(keys))
+        except (TypeError, IndexError, KeyError):
+            keys = [_group_key(said, local) for said, local in raw]
+            different = list(dict.fromkeys(keys))
+        places: dict[Any, int] = {}
+        for key in different:
+            name, desc, local = _group_key(key[:2], key[2])
+            group = self._described(name, desc, local)
+            if group not in self.groups:
+                self.groups.append(group)
+            places[key] = self.groups.index(group)
+            if local is not None:
+                self.pairs.setdefault(local, set()).add(places[key])
+        return [places[key] for key in keys]
+
+    def _described(self, name: str | None, desc: str | None, local: str | None) -> Group:
+        if name is None:
+            name = local or "0"
+        known = self._config.get(name)
+        if known is None and name == "0":  # Gloo knows the default group by no name
+            known = self._config.get("")
+        if known is None and desc:
+            alike = [each for each in self._config.values() if each.desc == desc]
+            known = alike[0] if len(alike) == 1 else None
+        return Group(name, desc or (known.desc if known else ""), known.ranks if known else ())
+
+
+def _group_key(said: Any, local: Any) -> tuple[str | None, str | None, str | None]:
+    """Name, description and local number, each where it is one."""
+    parts = [*said[:2], None, None] if isinstance(said, list | tuple) else [said, None]
+    return text(parts[0], 200), text(parts[1], 200), text(local, 60)
+
+
+def _all(values: Iterable[Any], kind: type[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
+
+
+def _count(value: Any) -> int | None:
+    if type(value) is not int:
+        value = integer(value)
+    return value if value is not None and 0 <= value <= MAX_INT64 else None
+
+
+def _counts(kept: list[dict[str, Any]], name: str) -> list[int | None]:
+    raw = [entry.get(name) for entry in kept]
+    if _all(raw, int) and raw and min(raw) >= 0 and max(raw) <= MAX_INT64:  # pyright: ignore[reportArgumentType]
+        return cast("list[int | None]", raw)
+    return [None if each is None else _count(each) for each in raw]
+
+
+def _seconds(kept: list[dict[str, Any]], name: str) -> list[float | None]:
+    """Nanoseconds as seconds; 0 is no time."""
+    return [each / 1e9 if each else None for each in _counts(kept, name)]
+
+
+def _sized(raw: list[Any], table: Table) -> list[int]:
+    """Places of lists of shapes. What is longer than any shape is looked at once, however many entries share it."""
+    try:
+        if max(map(len, raw)) <= _DIMENSIONS and max(map(len, chain.from_iterable(raw)), default=0) <= _DIMENSIONS:
+            keys = [tuple(map(tuple, each)) for each in raw]
+            if all(_all(chain.from_iterable(key), int) for key in dict.fromkeys(keys)):
+                return table.places(keys)
+    except TypeError:
+        pass
+    return table.odd(raw)
+
+
+def _typed(raw: list[Any], table: Table) -> list[int]:
+    if _all(raw, list) and max(map(len, raw)) <= _DIMENSIONS:
+        with contextlib.suppress(TypeError):
+            keys = [tuple(each) for each in raw]
+            if all(_all(key, str) for key in dict.fromkeys(keys)):
+                return table.places(keys)
+    return table.odd(raw)
+
+
+_frame = operator.itemgetter("name", "filename", "line")
+
+
+def _stacked(raw: list[Any], table: Table) -> list[int]:
+    try:
+        return table.places([tuple(map(_frame, frames[:_FRAMES])) if frames else () for frames in raw])
+    except (TypeError, KeyError, IndexError):
+        return table.odd(raw)
+
+
+# -- what stands in the tables
+
+
+def _operation(value: Any) -> Operation:
+    found = _OPERATION.fullmatch((text(value, 200) or "").strip())
+    if found is None:
+        return Operation((text(value, 80) or "").lower())
+    own, other = (int(each) if each else None for each in (found[3], found[4]))
+    return Operation(found[2].strip().lower()[:80], (found[1] or "").lower()[:20], own, other)
+
+
+def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Shapes from lists, or from lists that were printed; a flat list of numbers is one shape."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value[:100_000])
+        except (ValueError, RecursionError):
+            return ()
+    if not isinstance(value, list | tuple):
+        return ()
+    rows = list(cast("list[Any]", value))[:_TENSORS]
+    if rows and _all(rows, int):
+        rows = [rows]
+    return tuple(
+        tuple(size for each in list(cast("list[Any]", row))[:_DIMENSIONS] if (size := _count(each)) is not None)
+        for row in rows
+        if isinstance(row, list | tuple)
+    )
+
+
+def _dtypes(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = re.findall(r"\w+", value[:1000])
+    listed = list(cast("list[Any]", value))[:_TENSORS] if isinstance(value, list | tuple) else []
+    return tuple(word for each in listed if (word := text(each, 60)))
+
+
+def _plain_dtype(word: str) -> str:
+    return word.removeprefix("torch.").lower()
+
+
+def _frames(value: Any) -> tuple[tuple[Any, Any, Any], ...]:
+    """Frames as (name, file, line) from mappings or from lines of text."""
+    frames: list[tuple[Any, Any, Any]] = []
+    for each in list(cast("list[Any]", value))[:_FRAMES] if isinstance(value, list | tuple) else ():
+        if isinstance(each, dict):
+            entry = cast("dict[str, Any]", each)
+            file = text(entry.get("filename"), 1000) or text(entry.get("file"), 1000)
+            frames.append((text(entry.get("name"), 500), file, _count(entry.get("line"))))
+        elif isinstance(each, str):
+            frames.append((each[:500], None, None))
+    return tuple(frames)
+
+
+def _stack(key: Any) -> list[dict[str, Any]] | None:
+    """Frames as records have them, innermost first; None where there are none."""
+    shown: list[dict[str, Any]] = []
+    for name, file, line in key:
+        parts = {"name": text(name, 500), "file": text(file, 1000), "line": _count(line)}
+        shown.append({name: part for name, part in parts.items() if part is not None})
+    return shown or None
