@@ -187,7 +187,7 @@ def _equal(norms: ByRank) -> list[list[int]]:
     groups: list[list[int]] = []
     for rank in sorted(norms):
         for group in groups:
-            if abs(norms[rank] / norms[group[0]] - 1) <= T.SAME_NORM:
+            if abs(norms[rank] / norms[group[0]] - 1) <= T.EQUAL_NORM:
                 group.append(rank)
                 break
         else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, rule
-from ..series import curve
+from ..series import curve, spread
 from . import thresholds as T
 from .layout import Layout, hosts, layout
 from .timing import Timing, last_arrivals, timings
@@ -47,7 +47,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A rank's own time is the step without its collectives. Relative speed is the median own time of the others of
         the same pipeline stage over that of the rank: below 0.7, in the median over the steps after the warm-up and in
-        at least 60 % of them, while it costs 10 % of the step and 5 ms or more. The share of calls to which it came
+        at least 60 % of them, while it costs 10 % of the step and 5 ms or more. Three steps are enough where the times
+        of the others are steady, twelve where they scatter by more than a quarter. The share of calls to which it came
         last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank to
         rank: that is work of unequal length, no slow rank.
 
@@ -124,40 +125,62 @@ def _losses(timing: Timing, where: Layout | None) -> dict[int, dict[int, tuple[f
 
 
 def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
+    """The ranks that are slow at most steps, with the numbers of the slowest."""
     losses = _losses(timing, where)
+    pieces = len(_pieces(timing))
+    alone = len(timing.own) == 1 and not timing.steps  # a mean a rank
     found: list[_Slow] = []
-    needed = 1 if not timing.steps and len(timing.own) == 1 else T.FEWEST_PIECES
-    everything = len(_pieces(timing))
-    for rank, pieces in losses.items():
-        if len(pieces) < min(needed, max(1, everything)) or everything < needed:
+    for rank, each in losses.items():
+        if not alone and pieces < (T.NOISY_PIECES if _noise(losses, rank) > T.NOISE else T.FEWEST_PIECES):
             continue
-        whole = float(np.median([timing.whole[piece] for piece in pieces]))
-        lost = np.array([own - others for own, others in pieces.values()])
-        speeds = np.array([others / own if own > 0 else math.inf for own, others in pieces.values()])
-        slow = (speeds < T.SLOW) & (lost >= max(T.LOST_SECONDS, T.LOST_SHARE * whole))
-        if float(np.median(lost)) < max(T.LOST_SECONDS, T.LOST_SHARE * whole):
-            continue
-        # Reported by extremes alone, a rank has no point where it was not one.
-        if slow.sum() < T.PERSISTENT * max(everything, len(pieces)) or float(np.median(speeds)) >= T.SLOW:
-            continue
-        own, others = (float(np.median([each[at] for each in pieces.values()])) for at in (0, 1))
-        data = [timing.data.get(piece, {}).get(rank) for piece in pieces]
-        peers = [
-            float(np.median([v for r, v in timing.data.get(piece, {}).items() if r != rank] or [math.nan]))
-            for piece in pieces
-        ]
-        excess = [mine - theirs for mine, theirs in zip(data, peers, strict=True) if mine is not None]
-        inputs = bool(excess) and float(np.median(excess)) >= T.EXPLAINED * float(np.median(lost))
-        if inputs and where is not None and (where.has("tensor") or where.has("context")):
-            continue  # it reads for its peers
-        first = next(piece for piece, is_slow in zip(pieces, slow, strict=True) if is_slow)
-        share = float(np.median(lost)) / whole if whole > 0 else 0.0
-        speed, cost = float(np.median(speeds)), float(np.median(lost))
-        found.append(_Slow([rank], speed, own, others, cost, whole, share, first, len(pieces), inputs))
-    if not found or len(found) > max(1, len(losses) // 2):  # where most are "slow", there is no norm
+        slow = _judge(timing, rank, each, pieces)
+        # A rank that reads for its peers is late with its input by design.
+        if slow is not None and not (
+            slow.inputs and where is not None and (where.has("tensor") or where.has("context"))
+        ):
+            found.append(slow)
+    if not found or len(found) > max(1, len(losses) // 2):  # where most are slow, there is no norm
         return None
-    worst = min(found, key=lambda each: each.speed)
-    return replace(worst, ranks=[each.ranks[0] for each in sorted(found, key=lambda each: each.speed)])
+    found.sort(key=lambda each: each.speed)
+    return replace(found[0], ranks=[each.ranks[0] for each in found])
+
+
+def _noise(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -> float:
+    """Scatter of the other ranks' own times over the steps, as a share of their median."""
+    values = np.array([own for other, each in losses.items() if other != rank for own, _ in each.values()])
+    median, deviation = spread(values)
+    return deviation / median if median > 0 else 0.0
+
+
+def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]], judged: int) -> _Slow | None:
+    """Whether one rank is slow: its own times beside its peers', piece by piece."""
+    whole = float(np.median([timing.whole[piece] for piece in pieces]))
+    own, others = np.array(list(pieces.values())).T
+    speeds = np.array([theirs / mine if mine > 0 else math.inf for mine, theirs in pieces.values()])
+    speed, cost = float(np.median(speeds)), float(np.median(own - others))
+    least = max(T.LOST_SECONDS, T.LOST_SHARE * whole)
+    slow = (speeds < T.SLOW) & (own - others >= least)
+    # Where only extremes are reported, a rank has no point at the steps at which it was none.
+    if slow.sum() < T.PERSISTENT * max(judged, len(pieces)) or speed >= T.SLOW or cost < least:
+        return None
+    waits: list[float] = []
+    for piece in pieces:
+        data = timing.data.get(piece, {})
+        peers = [value for other, value in data.items() if other != rank]
+        if rank in data and peers:
+            waits.append(data[rank] - float(np.median(peers)))
+    return _Slow(
+        ranks=[rank],
+        speed=speed,
+        own=float(np.median(own)),
+        others=float(np.median(others)),
+        lost=cost,
+        whole=whole,
+        share=cost / whole if whole > 0 else 0.0,
+        first=next(piece for piece, is_slow in zip(pieces, slow, strict=True) if is_slow),
+        pieces=len(pieces),
+        inputs=bool(waits) and float(np.median(waits)) >= T.EXPLAINED * cost,
+    )
 
 
 def _turns(timing: Timing, where: Layout | None) -> Finding | None:

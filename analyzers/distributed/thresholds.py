@@ -10,6 +10,8 @@ COMPARED = 256
 CONTEXT = 3
 #: Differences that are named in one group.
 DIFFERENCES = 4
+#: Roles of ranks, by what they call, that are told apart; cells of rank × call that are compared for that.
+ROLES, MOST_CELLS = 256, 1 << 25
 #: Calls by which ranks may lie apart in dumps of a job that runs, each with its newest call in flight.
 APART = 3
 #: Seconds after which a call without a known time-out is overdue: NCCL's default, and Gloo's.
@@ -46,8 +48,9 @@ BATCHES_READ, ROWS_READ = 256, 512
 #: distributed/straggler: relative speed; least cost of a step, in seconds and as a share of the step; share of the
 #: steps in which the same rank is slow; share of the loss that late input explains.
 SLOW, LOST_SECONDS, LOST_SHARE, PERSISTENT, EXPLAINED = 0.7, 5e-3, 0.1, 0.6, 0.6
-#: Steps left out at the start (a third of them at most), steps read, and fewest steps that say anything.
-WARM_UP_STEPS, STEPS_READ, FEWEST_PIECES = 3, 2000, 3
+#: Steps left out at the start (a third of them at most), steps read, and fewest steps that say anything: on a quiet
+#: machine, and where the own times of the other ranks scatter by more than a share.
+WARM_UP_STEPS, STEPS_READ, FEWEST_PIECES, NOISY_PIECES, NOISE = 3, 2000, 3, 12, 0.25
 #: Fewest calls of all ranks, and pieces they are cut into; quantile of a rank's distance that is its clock's.
 FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 6, 40, 0.05
 #: Steps, and share and seconds of a step, from which on a loss that moves from rank to rank is worth a remark.
