@@ -19,7 +19,7 @@ from .collectives import Calls, Group, Ints
 from .signatures import difference
 
 Edit = Literal["op", "dtype", "shape", "skipped", "added", "exchanged"]
-Decision = Literal["majority", "sister groups", "none"]
+Decision = Literal["majority", "sister groups", "programs", "none"]
 ABSENT = -1
 
 
@@ -93,7 +93,7 @@ def _in_group(calls: Calls, cells: Grid) -> Iterator[Parting]:
     left = np.ones(len(cells.ranks), np.bool_)
     for _ in range(T.DIFFERENCES):
         agreed = np.where(left[:, None], cells.agreed, ABSENT)
-        column = _first_difference(agreed)
+        column = first_difference(agreed)
         if column is None:
             return
         present = np.flatnonzero(agreed[:, column] != ABSENT)
@@ -114,11 +114,12 @@ def _in_group(calls: Calls, cells: Grid) -> Iterator[Parting]:
         for index in deviating.tolist():
             alike.setdefault(cells.agreed[index, column : column + 8].tobytes(), []).append(index)
         for indices in alike.values():
-            yield _parting(calls, cells, column, indices, common.tolist(), decided)
+            yield parting(calls, cells, column, indices, common.tolist(), decided)
         left[deviating] = False
 
 
-def _first_difference(agreed: Ints) -> int | None:
+def first_difference(agreed: Ints) -> int | None:
+    """The first column of [ranks, numbers] in which two calls on record differ, None where none does."""
     highest = agreed.max(axis=0)
     lowest = np.where(agreed == ABSENT, np.iinfo(np.int64).max, agreed).min(axis=0)
     columns = np.flatnonzero((lowest != highest) & (highest != ABSENT))
@@ -132,18 +133,20 @@ def _undecided(calls: Calls, cells: Grid, column: int, present: Ints) -> Parting
         sides.setdefault(int(cells.agreed[index, column]), []).append(index)
     ordered = sorted(sides.values(), key=lambda side: (-len(side), side))
     rest = [index for side in ordered[1:] for index in side]
-    return _parting(calls, cells, column, rest, ordered[0], "none")
+    return parting(calls, cells, column, rest, ordered[0], "none")
 
 
-def _parting(
+def parting(
     calls: Calls, cells: Grid, column: int, deviating: list[int], common: Sequence[int], decided: Decision
 ) -> Parting:
+    """How the rows ``deviating`` of a grid leave the rows ``common`` at a column, by the smallest edit."""
     reference = max(common, key=lambda index: int((cells.agreed[index, column:] != ABSENT).sum()))
     history = cells.agreed[reference, :column]
     theirs, normal = _calls_from(cells, deviating[0], column), _calls_from(cells, reference, column)
-    edit, length, run = _edit(theirs, [*normal, *_foretold(history, normal)])
-    one, other = calls.agreements[theirs[0]], calls.agreements[normal[0]]
-    kind: Edit = difference(one, other) if edit == "other" else edit
+    edit, length, run = _edit(theirs, normal, _foretold(history, normal))
+    one, other = (calls.agreements[_agreed(calls, int(cells.row[each, column]))] for each in (deviating[0], reference))
+    # The same call in another group: two were exchanged, and only the first of them is on record.
+    kind: Edit = edit if edit != "other" else "exchanged" if one == other else difference(one, other)
     at = column
     if kind in ("skipped", "added"):
         at = _refined(calls, cells, column, deviating[0], reference, length if kind == "skipped" else -length)
@@ -183,22 +186,31 @@ def _foretold(history: Ints, normal: list[int]) -> list[int]:
     return []
 
 
-def _edit(theirs: list[int], normal: list[int]) -> tuple[Literal["other", "skipped", "added", "exchanged"], int, int]:
-    """The smallest edit after which the longest run of calls agrees: (edit, calls, run)."""
+def _edit(
+    theirs: list[int], normal: list[int], foretold: list[int]
+) -> tuple[Literal["other", "skipped", "added", "exchanged"], int, int]:
+    """The smallest edit after which the longest run of calls agrees: (edit, calls, run).
+
+    Calls that were made count before those that are ``foretold``.
+    """
+    longer = [*normal, *foretold]
     best: tuple[Literal["other", "skipped", "added", "exchanged"], int, int] = (
         "other",
         1,
-        _run(theirs[1:], normal[1:]),
+        _run(theirs[1:], longer[1:]),
     )
-    for length in range(1, min(T.LONGEST_EDIT, max(len(theirs), len(normal))) + 1):
-        exchanged = length > 1 and Counter(theirs[:length]) == Counter(normal[:length])
-        if exchanged and len(theirs) >= length and len(normal) >= length:
-            run = _run(theirs[length:], normal[length:]) + length
-            best = ("exchanged", length, run) if run > best[2] else best
-        run = _run(theirs, normal[length:])
-        best = ("skipped", length, run) if run > best[2] else best
-        run = _run(theirs[length:], normal)
-        best = ("added", length, run) if run > best[2] else best
+    score = (_run(theirs[1:], normal[1:]), best[2])
+    for length in range(1, min(T.LONGEST_EDIT, max(len(theirs), len(longer))) + 1):
+        tries: list[tuple[Literal["skipped", "added", "exchanged"], int, int, int]] = [
+            ("skipped", 0, length, 0),
+            ("added", length, 0, 0),
+        ]
+        if 1 < length <= min(len(theirs), len(longer)) and Counter(theirs[:length]) == Counter(longer[:length]):
+            tries.append(("exchanged", length, length, length))
+        for edit, mine, others, extra in tries:
+            made, run = (_run(theirs[mine:], each[others:]) + extra for each in (normal, longer))
+            if (made, run) > score:
+                score, best = (made, run), (edit, length, run)
     return best
 
 

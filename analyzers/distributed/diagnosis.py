@@ -15,6 +15,7 @@ import numpy as np
 from . import thresholds as T
 from .alignment import Parting, partings, sisters, slip
 from .collectives import UNKNOWN, Calls, calls
+from .programs import Reversal, departures, reversals
 from .standstill import Standstill, standstill
 from .waiting import Wait, Waiting, behind, waiting
 
@@ -83,23 +84,65 @@ def diagnosis(capsule: Capsule) -> Diagnosis:
 
 def _diagnose(capsule: Capsule) -> Diagnosis:
     known = calls(capsule)
-    parted, also = _once(known, partings(known))
-    state = waiting(known)
-    still = standstill(capsule, known, state)
-    missing: list[Missing] = []
+    found = partings(known)
+    reversed_ = reversals(known)
+    held = [(each.ranks, each.others, each.decided != "none") for each in found if not each.ended]
+    state = waiting(known, [*held, *((each.first, each.second, False) for each in reversed_)])
+    missing = _missing(known, state)
+    circles = _in_reverse(known, reversed_)
+    turned = {rank for each in circles for rank in each.ranks}
+    circles += [each for each in _in_circles(known, state) if not turned & set(each.ranks)]
+    # Programs over all groups are asked only where calls are in conflict and a single group cannot decide.
+    open_ = [each for each in missing if each.ranks and (not each.decided or _minority(known, each))]
+    gone: dict[int, Parting] = {}
+    if open_ or circles or any(each.decided == "none" for each in found):
+        gone = departures(known)
+    found = [_settled(each, gone) for each in found]
+    still = standstill(capsule, known, state, conflict=bool(reversed_) or any(_departed(each, gone) for each in open_))
     added: list[Missing] = []
-    circles: list[Circle] = []
-    inside: Wait | None = None
     if still is not None:
-        explained = {rank for each in parted if not each.ended for rank in _involved(each)}
-        for each in _missing(known, state):
-            if set(each.ranks) <= explained or (not each.ranks and explained):
-                continue
-            (added if each.decided and _minority(known, each) else missing).append(each)
-        circles = [each for each in _in_circles(known, state) if not set(each.ranks) & explained]
-        if not (missing or added or circles or parted) and still.sure:
-            inside = _all_inside(known)
+        found += [each for circle in circles if (each := _of_circle(circle, gone)) is not None]
+        found += [each for other in open_ if (each := _departed(other, gone)) is not None]
+    parted, also = _once(known, found)
+    explained = {rank for each in parted if not each.ended for rank in _involved(each)}
+    if still is None:
+        missing, circles = [], []
+    circles = [each for each in circles if not set(each.deviating or each.ranks) & explained]
+    left = [each for each in missing if not (explained and set(each.ranks) <= explained)]
+    left = [each for each in left if _departed(each, gone) is None]
+    added = [each for each in left if each.decided and _minority(known, each)]
+    missing = [each for each in left if each not in added]
+    inside = None
+    if still is not None and still.sure and not (missing or added or circles or parted):
+        inside = _all_inside(known)
     return Diagnosis(known, state, still, parted, also, tuple(missing), tuple(added), tuple(circles), inside)
+
+
+def _settled(parting: Parting, gone: dict[int, Parting]) -> Parting:
+    """Two sides of one group, decided by what the ranks of one side did over all groups."""
+    if parting.decided != "none":
+        return parting
+    left = [rank for rank in _involved(parting) if rank in gone]
+    if not left or (set(left) & set(parting.ranks) and set(left) & set(parting.others)):
+        return parting
+    return gone[left[0]]
+
+
+def _of_circle(circle: Circle, gone: dict[int, Parting]) -> Parting | None:
+    """The call too many or too few that made a circle, where the programs tell it from an exchanged one."""
+    left = {rank: gone[rank] for rank in circle.deviating or circle.ranks if rank in gone}
+    if not left or len(left) == len(circle.ranks):
+        return None
+    first = next(iter(left.values()))
+    return first if first.edit != "exchanged" and first.run > 0 else None
+
+
+def _departed(missing: Missing, gone: dict[int, Parting]) -> Parting | None:
+    """The earlier call too many on a waiting rank that made it wait for ranks which are in order."""
+    ranks = missing.wait.waiting
+    if not ranks or not all(rank in gone for rank in ranks) or any(rank in gone for rank in missing.ranks):
+        return None
+    return gone[ranks[0]]
 
 
 def _involved(parting: Parting) -> tuple[int, ...]:
@@ -135,7 +178,7 @@ def _missing(known: Calls, state: Waiting) -> list[Missing]:
         if wait is not None:
             by_call[wait].append(rank)
     found = [_of_call(known, state, wait, ranks) for wait, ranks in by_call.items()]
-    if not found:  # nobody known is missing: those without evidence are what is left
+    if not found and not state.circles:  # nobody known is missing: those without evidence are what is left
         silent = next((wait for wait in state.waits if wait.silent and not wait.absent), None)
         if silent is not None:
             found.append(Missing(silent, (), False, UNKNOWN, 0, {}))
@@ -149,6 +192,8 @@ def _of_call(known: Calls, state: Waiting, wait: Wait, ranks: list[int]) -> Miss
         decided = len(entered) != len(wait.absent) or victims > len(ranks)
     else:
         decided = victims >= 2 and victims > len(ranks)
+    if not decided and not wait.direct:
+        decided = _sisters_made(known, wait) is not None
     row, length = UNKNOWN, 0
     if not wait.direct:
         slips = {slip(known, wait.group, rank, entered) for rank in ranks}
@@ -156,6 +201,17 @@ def _of_call(known: Calls, state: Waiting, wait: Wait, ranks: list[int]) -> Miss
             row, length = found
     slow = {} if wait.direct else behind(known, wait.group, entered)
     return Missing(wait, tuple(ranks), decided, row, length, slow)
+
+
+def _sisters_made(known: Calls, wait: Wait) -> bool | None:
+    """Whether the groups of the same purpose made a call of that number, None where they do not agree on it."""
+    own = known.groups[wait.group]
+    made: Counter[bool] = Counter()
+    for index, group in enumerate(known.groups):
+        if index != wait.group and own.description and sisters(own, group):
+            reached = [known.reached[index, rank].enqueued for rank in group.ranks if (index, rank) in known.reached]
+            made.update(each >= wait.seq for each in reached)
+    return made[True] > 0 if sum(made.values()) >= 2 and len(made) == 1 else None
 
 
 def _entered(known: Calls, wait: Wait) -> list[int]:
@@ -171,14 +227,13 @@ def _entered(known: Calls, wait: Wait) -> list[int]:
 
 def _minority(known: Calls, missing: Missing) -> bool:
     """Whether most members of the group never make the call, so that those who do are the odd ones."""
-    entered = _entered(known, missing.wait)
-    everyone = len(entered) + len(missing.wait.absent)
-    return (
-        not missing.wait.direct
-        and set(missing.ranks) == set(missing.wait.absent)
-        and len(missing.ranks) > len(entered)
-        and everyone >= T.DECIDING_RANKS
-    )
+    wait = missing.wait
+    if wait.direct:
+        return False
+    entered = len(_entered(known, wait))
+    if entered + len(wait.absent) >= T.DECIDING_RANKS and entered != len(wait.absent):
+        return len(missing.ranks) > entered
+    return _sisters_made(known, wait) is False
 
 
 def _all_inside(known: Calls) -> Wait | None:
@@ -204,10 +259,43 @@ def _in_circles(known: Calls, state: Waiting) -> list[Circle]:
             wait = _first_blocked(known, state, rank)
             if wait is not None:
                 blocked[wait].append(rank)
-        classes = sorted(blocked.items(), key=lambda each: (-len(each[1]), each[1]))
+        classes = sorted(_alike(known, blocked).items(), key=lambda each: (-len(each[1]), each[1]))
         deviating, votes = _deviating(known, classes)
         found.append(Circle(ranks, tuple((wait, tuple(own)) for wait, own in classes), deviating, votes))
     return found
+
+
+def _in_reverse(known: Calls, reversed_: list[Reversal]) -> list[Circle]:
+    """Calls in flight that ranks entered in opposite orders: nobody is missing, and none can end."""
+    found: list[Circle] = []
+    seen: set[int] = set()
+    for each in reversed_:
+        ranks = (*each.first, *each.second)
+        if seen & set(ranks):
+            continue
+        seen |= set(ranks)
+        classes = [
+            (_held(known, each.one, each.first), [*each.first]),
+            (_held(known, each.other, each.second), [*each.second]),
+        ]
+        deviating, votes = _deviating(known, classes)
+        classes.sort(key=lambda each: (-len(each[1]), each[1]))
+        found.append(Circle(ranks, tuple((wait, tuple(own)) for wait, own in classes), deviating, votes))
+    return found
+
+
+def _held(known: Calls, row: int, ranks: tuple[int, ...]) -> Wait:
+    return Wait(int(known.table.group[row]), int(known.table.seq[row]), ranks, (), (), row)
+
+
+def _alike(known: Calls, blocked: dict[Wait, list[int]]) -> dict[Wait, list[int]]:
+    """Calls of one number in groups of one purpose are one class."""
+    found: dict[tuple[object, int], tuple[Wait, list[int]]] = {}
+    for wait, ranks in blocked.items():
+        description = known.groups[wait.group].description
+        key = (wait if wait.direct else description or wait.group, wait.seq)
+        found.setdefault(key, (wait, []))[1].extend(ranks)
+    return {wait: sorted(ranks) for wait, ranks in found.values()}
 
 
 def _first_blocked(known: Calls, state: Waiting, rank: int) -> Wait | None:

@@ -44,8 +44,15 @@ class Standstill:
     sure: bool
 
 
-def standstill(capsule: Capsule, calls: Calls, state: Waiting) -> Standstill | None:
-    """The strongest sign that the job stands still, None where it may as well run."""
+def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = False) -> Standstill | None:
+    """The strongest sign that the job stands still, None where it may as well run.
+
+    Args:
+        capsule: the evidence.
+        calls: the calls of all ranks.
+        state: who waits for whom.
+        conflict: ranks made calls that cannot all end, so that dumps show no running job.
+    """
     if calls.timeouts:
         gave_up = sorted({each["rank"] for each in calls.timeouts})
         return Standstill(f"the watchdog of {named_ranks(gave_up)} gave up", sure=True)
@@ -54,7 +61,7 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting) -> Standstill | N
     hung = sorted(rank for rank, each in exits.items() if each.get("kind") == "hang")
     if (trigger is not None and trigger.kind == "hang") or hung:
         return Standstill("the recorder's watchdog saw no progress", sure=True)
-    if not state.waits:
+    if not state.waits and not conflict:
         return None
     newest = _newest(capsule, calls, exits)
     if (overdue := _overdue(calls, state, newest)) is not None:
@@ -65,7 +72,7 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting) -> Standstill | N
     ended = {rank for rank, each in exits.items() if each.get("kind") in _ENDED}
     if gone := sorted(ended & {*state.culprits, *_absent(state)} - held):
         return Standstill(f"{named_ranks(gone)} ended while others were in a call", sure=True)
-    if calls.dumped and not (trigger is not None and trigger.kind in _ON_DEMAND) and not _runs(calls, state):
+    if calls.dumped and not (trigger is not None and trigger.kind in _ON_DEMAND) and (conflict or not _runs(calls, state)):
         return Standstill("the dumps were written, as they are for a time-out", sure=False)
     return None
 

@@ -70,8 +70,13 @@ class _Member:
     last: int = UNKNOWN
 
 
-def waiting(calls: Calls) -> Waiting:
-    """Who waits for whom, by the collectives and the sends of a job."""
+def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, ...], bool]] = ()) -> Waiting:
+    """Who waits for whom, by the collectives and the sends of a job.
+
+    Args:
+        calls: the calls of the job.
+        conflicts: ranks of two sides whose calls hold each other: (one side, the other, whether the first is at fault).
+    """
     waits: list[Wait] = []
     edges: dict[int, set[int]] = defaultdict(set)
     outdated: set[int] = set()
@@ -79,9 +84,15 @@ def waiting(calls: Calls) -> Waiting:
     for group in range(len(calls.groups)):
         waits.extend(_of_group(calls, group, from_start, edges, outdated))
     waits.extend(_of_sends(calls, edges))
+    for ranks, others, decided in conflicts:
+        for rank in others:
+            edges[rank].update(ranks)
+        for rank in () if decided else ranks:
+            edges[rank].update(others)
+    waits.extend(_of_silent(calls, edges))
     waited_for = {rank for absent in edges.values() for rank in absent}
     victims = {rank for rank, absent in edges.items() if absent}
-    culprits = sorted(waited_for - victims)
+    culprits = sorted((waited_for - victims) & calls.spoke)
     waits.sort(key=lambda each: _moment(calls, each))
     return Waiting(
         tuple(waits), tuple(culprits), tuple(sorted(victims)), tuple(_circles(edges, culprits)), frozenset(outdated)
@@ -147,10 +158,27 @@ def _of_group(
             edges[rank].update(absent)
         row = _row(calls, group, held, seq)
         yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
-    if not absent and silent and all(member.last != UNKNOWN for member in members.values()):
-        seq = min(member.first for member in waiting_ranks.values())
-        row = _row(calls, group, waiting_ranks, seq)
-        yield Wait(group, seq, tuple(waiting_ranks), (), tuple(silent), row)
+
+
+def _of_silent(calls: Calls, edges: dict[int, set[int]]) -> list[Wait]:
+    """Ranks whose oldest call lacks nobody but members without evidence: it is for these that they wait."""
+    table = calls.table
+    pending = np.flatnonzero(table.pending)
+    oldest: dict[int, int] = {}
+    for row in pending[np.lexsort((table.seq[pending], table.order[pending]))].tolist():
+        oldest.setdefault(int(table.rank[row]), row)
+    held: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, row in oldest.items():
+        if not edges.get(rank):
+            held[int(table.group[row]), int(table.seq[row])].append(rank)
+    found: list[Wait] = []
+    for (group, seq), ranks in held.items():
+        silent = [each for each in calls.groups[group].ranks if each not in calls.spoke]
+        if silent:
+            for rank in ranks:
+                edges[rank].update(silent)
+            found.append(Wait(group, seq, tuple(sorted(ranks)), (), tuple(silent), _row(calls, group, ranks, seq)))
+    return found
 
 
 def _row(calls: Calls, group: int, ranks: Iterable[int], seq: int) -> int:
