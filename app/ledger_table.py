@@ -23,19 +23,21 @@ _FRAGMENTED = ("F", "bright_black")
 
 
 def ledger_text(ledger: MemoryLedger, width: int) -> Text:
-    """The phases as stacked bars on one scale, ``width`` cells wide."""
+    """The phases as stacked bars on one scale with what the configuration needs beside, ``width`` cells wide."""
     text = Text(no_wrap=True)
-    step = "no step" if ledger.step is None else f"step {ledger.step:,}"
-    peak = " (the peak)" if ledger.step == ledger.peak_step else ""
-    ranks = f"rank {ledger.rank}" + (f" of {len(ledger.ranks)}" if len(ledger.ranks) > 1 else "")
-    text.append(f" {step}{peak} · ledger {ledger.place + 1:,} of {ledger.count:,} · {ranks}\n\n", "bold")
-    scale = max((_extent(each) for each in ledger.phases), default=0) or 1
-    for each in ledger.phases:
+    text.append(f" {_head(ledger)}\n\n", "bold")
+    phases = [*ledger.phases, *([ledger.computed] if ledger.computed is not None else [])]
+    scale = max((_extent(each) for each in phases), default=0) or 1
+    for each in phases:
         text.append(f" {one_line(each.phase)[:12]:<13}")
         for letter, style, cells in _pieces(each, scale, width - 15):
             text.append(letter * cells, style)
-        text.append(f"\n  {_words(each)}\n", "bright_black")
-    shown = {name for each in ledger.phases for name in each.parts}
+        words = _words(each)
+        if each is ledger.computed:
+            words = f"{size(sum(each.parts.values()))} at the peak, from the configuration"
+            words += f"; {one_line(ledger.reading)}" if ledger.reading else ""
+        text.append(f"\n  {words}\n", "bright_black")
+    shown = {name for each in phases for name in each.parts}
     signs = [(*sign, name) for name, sign in _PARTS.items() if name in shown]
     signs += [(*_UNACCOUNTED, "unknown"), (*_FRAGMENTED, "free"), ("|", "bold", "capacity")]
     line = 0
@@ -47,6 +49,15 @@ def ledger_text(ledger: MemoryLedger, width: int) -> Text:
         text.append(f" {words}")
         line += len(words) + 4
     return text
+
+
+def _head(ledger: MemoryLedger) -> str:
+    ranks = f"rank {ledger.rank}" + (f" of {len(ledger.ranks)}" if len(ledger.ranks) > 1 else "")
+    if not ledger.count:
+        return "no ledger was measured; what the configuration needs"
+    step = "no step" if ledger.step is None else f"step {ledger.step:,}"
+    peak = " (the peak)" if ledger.step == ledger.peak_step else ""
+    return f"{step}{peak} · ledger {ledger.place + 1:,} of {ledger.count:,} · {ranks}"
 
 
 def _extent(phase: MemoryPhase) -> int:

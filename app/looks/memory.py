@@ -1,11 +1,15 @@
-"""The memory ledger of one step: what each phase holds, and how much of it nobody accounts for."""
+"""The memory ledger of one step: what each phase holds, what nobody accounts for, and what the configuration needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from ...analyzers.memory.configuration import plan
+from ...analyzers.memory.ledger import COMPUTED
+from ...analyzers.reference.memory_model import estimate
 from ...capsules import Capsule
+from ..numbers import size
 from .kept import kept
 from .types import MemoryLedger, MemoryPhase
 
@@ -26,8 +30,14 @@ def memory(path: str, rank: int | None = None, step: int | None = None, by: int 
         by: move on from there by as many steps with a ledger.
     """
     ledgers = kept(path, "memory", _ledgers)
+    computed, reading = kept(path, "memory computed", _computed)
     if not ledgers:
-        return None
+        if computed is None:
+            return None
+        return MemoryLedger(
+            rank=0, ranks=(0,), step=None, place=0, count=0, peak_step=None, phases=(), computed=computed,
+            reading=reading,
+        )  # fmt: skip
     ranks = tuple(sorted(ledgers))
     chosen = rank if rank in ledgers else ranks[0]
     steps = list(ledgers[chosen])
@@ -43,6 +53,8 @@ def memory(path: str, rank: int | None = None, step: int | None = None, by: int 
         count=len(steps),
         peak_step=peak,
         phases=tuple(_phase(each) for each in ledgers[chosen][at]),
+        computed=computed,
+        reading=reading,
     )
 
 
@@ -54,6 +66,23 @@ def _ledgers(capsule: Capsule) -> Ledgers:
         rank: dict(sorted(steps.items(), key=lambda each: (each[0] is not None, each[0] or 0)))
         for rank, steps in found.items()
     }
+
+
+def _computed(capsule: Capsule) -> tuple[MemoryPhase | None, str]:
+    """The peak by the memory model, between the readings that the configuration admits, and what it leaves open."""
+    planned = plan(capsule)
+    estimates = [estimate(shape, job) for shape, job in planned.readings]
+    if not estimates:
+        return None, ""
+    terms = {name: [float(getattr(each, name)) for each in estimates] for name in COMPUTED}
+    parts = {name: round((min(each) + max(each)) / 2) for name, each in terms.items()}
+    low, high = min(each.peak for each in estimates), max(each.peak for each in estimates)
+    words = f"between {size(low)} and {size(high)}, as {', '.join(planned.open)} may be" if high > 1.01 * low else ""
+    phase = MemoryPhase(
+        phase="computed", parts={name: count for name, count in parts.items() if count}, unaccounted=None,
+        fragmentation=None, allocated=None, reserved=None, peak=None, capacity=None, largest_free_block=None,
+    )  # fmt: skip
+    return phase, words
 
 
 def _phase(row: Mapping[str, Any]) -> MemoryPhase:

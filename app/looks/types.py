@@ -146,7 +146,11 @@ class MemoryPhase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
-    """The phases of one rank at one step, which is the ``place``-th of ``count`` steps with a ledger."""
+    """The phases of one rank at one step, which is the ``place``-th of ``count`` steps with a ledger.
+
+    ``computed`` is the peak as the configuration gives it, None where the manifest does not say enough; ``reading``
+    what it leaves open.
+    """
 
     rank: int
     ranks: tuple[int, ...]
@@ -155,6 +159,8 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     peak_step: int | None
     phases: tuple[MemoryPhase, ...]
+    computed: MemoryPhase | None = None
+    reading: str = ""
 
 
 class LiveStack(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,24 @@ def test_a_step_is_not_needed_and_nothing_is_no_ledger(tmp_path: Path):
     assert memory(write(tmp_path / "none")) is None
 
 
+def test_what_the_configuration_needs_stands_beside_what_was_measured(tmp_path: Path):
+    # 12 layers of 12 h² + 13 h, two norms, and one table of 50,257 × 768: 124 M parameters; 4 + 4 + 8 bytes each.
+    manifest = {
+        "model": {"layers": 12, "hidden": 768, "heads": 12, "vocab_size": 50257, "tied_embeddings": True,
+                  "max_positions": 1024, "parameters": 124_439_808},
+        "training": {"micro_batch": 4, "max_length": 1024, "precision": "fp32", "optimizer": {"name": "AdamW"}},
+    }  # fmt: skip
+    with CapsuleWriter(tmp_path / "m.capsule", title="m", manifest=manifest) as writer:
+        writer.record("memory", {"step": 0, "phase": "forward", "weights": 497_759_232, "allocated": 6 * GIB})
+    ledger = memory(str(tmp_path / "m.capsule"))
+    assert ledger is not None
+    assert ledger.computed is not None
+    assert ledger.computed.parts["weights"] == 4 * 124_439_808
+    assert ledger.computed.parts["optimizer"] == 8 * 124_439_808
+    assert "model.attention" in ledger.reading  # materialised or not: the manifest does not say
+    assert "from the configuration; between" in ledger_text(ledger, 140).plain
+
+
 def test_bars_share_one_scale_and_their_pieces_add_up(tmp_path: Path):
     # 80 GiB of capacity on 80 cells: one cell a GiB.
     path = write(
