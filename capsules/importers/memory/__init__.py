@@ -7,6 +7,7 @@ device's allocator did before, the last so many events). Source of the fields: i
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -62,9 +63,15 @@ def read(source: Source, out: Run) -> None:
     """
     where = str(source.path)
     data: Any = load_plain(source.read(_MOST_BYTES), where)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of containers are alive, none of them garbage
+    try:
+        found = histories(data, out, where)
+    finally:
+        del data
+        if collecting:
+            gc.enable()
     named = rank_in_name(source.path) is not None
-    found = histories(data, out, where)
-    del data
     if named and len(found) > 1:
         found.sort(key=lambda each: -float(each.reserved.max(initial=0)))
         others = ", ".join(str(each.device) for each in found[1:6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,16 +131,10 @@ def _integers(values: list[Any]) -> Array:
     Raises:
         TypeError, ValueError, OverflowError: something is no integer.
     """
-    try:
+    with contextlib.suppress(OverflowError):
         found = np.array(values)
-        if found.dtype.kind == "u":
-            return found.view(np.int64) if found.dtype.itemsize == 8 else found.astype(np.int64)
         if found.dtype.kind == "i" and found.ndim == 1:
             return found.astype(np.int64, copy=False)
-    except OverflowError:
-        pass
-    if not values:
-        return np.zeros(0, np.int64)
     if any(type(each) is not int for each in values):
         raise TypeError("no integer")
     return np.array([each - (1 << 64) if each >= 1 << 63 else each for each in values], np.int64)

@@ -109,7 +109,10 @@ def frames(history: History, stack: int, most: int = 24) -> list[dict[str, Any]]
 
 
 def _allocations(history: History, live: Blocks, at: int, out: Run, rank: int) -> None:
-    stacks, which, count = np.unique(live.stack, return_inverse=True, return_counts=True)
+    # Without stacks, blocks of one size stand for what one line of code makes.
+    key = np.where(live.stack > 0, live.stack << 44, live.size)
+    _, first, which, count = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+    stacks = live.stack[first]
     size = np.bincount(which, live.size.astype(np.float64), len(stacks)).astype(np.int64)
     order = np.argsort(-size, kind="stable")
     t = seconds(history, at)

@@ -18,7 +18,7 @@ from ...plain_pickle import integer, text
 #: Frames of one stack that are looked at, from both ends, and that are kept.
 _LOOKED_AT, _FROM_OUTSIDE, _KEPT = 192, 64, 24
 #: Stacks and frames of one device that are kept apart; the rest is one stack.
-MOST_STACKS, MOST_FRAMES = 200_000, 200_000
+MOST_STACKS, MOST_FRAMES = 50_000, 100_000
 _LONGEST: Final = 240
 
 _PYTHON: Final = re.compile(r"\.pyx?$|^<")
