@@ -29,6 +29,8 @@ MODULES = (
     "wandb",
     "flight",
     "memory",
+    "kineto",
+    "gpu_monitor",
     "trainer_state",
     "golden",
     "json_history",
