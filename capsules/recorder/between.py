@@ -63,6 +63,7 @@ class Between:
 
     def begin(self, window: Window) -> None:
         """A window begins: what came before it is complete."""
+        self._attempt("memory", lambda: self._loop.memory.begin(window))
         self._attempt("evaluation", self.evaluations.end)
         self._attempt("checkpoints", lambda: window.events.extend(self._checkpoint_events(window.step)))
 

@@ -114,7 +114,22 @@ def model_facts(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
     if facts.get("tied_embeddings") not in (True, False):
         facts.pop("tied_embeddings", None)
     rope = _rope(own)
-    return facts | ({"rope": rope} if rope else {})
+    return facts | ({"rope": rope} if rope else {}) | _makes(model)
+
+
+def _makes(model: nn.Module) -> dict[str, Any]:
+    """What decides how much a layer keeps for its backward: kind of norm and of attention, and dropout."""
+    modules = list(model.modules())
+    found: dict[str, Any] = {"dropout": max((each.p for each in modules if isinstance(each, nn.Dropout)), default=0.0)}
+    names = {type(each).__name__.lower() for each in modules}
+    if any("rmsnorm" in name for name in names):
+        found["norm"] = "rms"
+    elif "layernorm" in names:
+        found["norm"] = "layer"
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)  # to_dict leaves it out
+    if isinstance(attention, str):
+        found["attention"] = "materialised" if attention == "eager" else "fused"
+    return found
 
 
 #: Parts of the names of Hugging Face's classes, and what a model of that class is trained to do.

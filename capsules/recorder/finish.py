@@ -74,6 +74,7 @@ class Finisher:
         self.windows = 0
         self.saw_gradients = False
         self._usual = 0  # micro-batches of the last window that stepped
+        attempt("memory", lambda: loop.memory.keep_history(lambda path: writer.attach(path, "snapshot", rank=rank)))
 
     # -- reasons from outside
 
@@ -92,7 +93,8 @@ class Finisher:
             inside = window is not None and "optim" not in message and window.backward_began
             self.ranks.ends(kind, message, since=inside or None)
         if window is not None:
-            extra = _device_memory() if memory else {}
+            device = isinstance(error, torch.OutOfMemoryError)
+            extra: dict[str, Any] = self._loop.memory.failure(words) if device else {"where": "host"} if memory else {}
             window.event(kind, type=name, message=words, **extra)
         self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
         self._writer.heartbeat(status="crashed")
@@ -193,7 +195,7 @@ class Finisher:
             window.later(norm, window.local_values.append)
         for index, count in enumerate(tokens):
             window.later(count, lambda v, i=index: tokens.__setitem__(i, int(v)))
-        window.sharded = self._loop.sharded
+        window.sharded = self._loop.reduction.sharded
         for record, difference in self._loop.hooks.recompute.take():
             record["step"] = window.step
             window.recomputed.append(record)
@@ -268,6 +270,7 @@ class Finisher:
         values["data_time"] = window.data_time
         if (ranks := self.ranks) is not None:
             attempt("ranks", lambda: ranks.window(window, values))
+        attempt("memory", lambda: self._writer.records("memory", self._loop.memory.take(window)))
         attempt("device memory", lambda: values.update(self._device.read()))
         attempt("scalars", lambda: output.scalars(window, values))
         attempt("statistics", lambda: output.statistics(window.step, rows))
@@ -361,6 +364,7 @@ class Finisher:
         if self.windows:
             self._attempt("batches", lambda: self._output.ring(self._ring))
         trigger = self.trigger.fields() if self.trigger else None
+        self._attempt("memory", self._loop.memory.close)
         self._writer.close(status="crashed" if self._crashed else "sealed", trigger=trigger)
 
     def abandon(self, reason: str | None = None) -> None:
@@ -384,15 +388,3 @@ def said_by(error: BaseException) -> str:
         return str(error)
     except Exception as fault:
         return f"(its words cannot be had: {type(fault).__name__})"
-
-
-def _device_memory() -> dict[str, Any]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return {}
-    free, capacity = torch.cuda.mem_get_info()
-    return {
-        "allocated": torch.cuda.memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
-        "free": free,
-        "capacity": capacity,
-    }

@@ -13,9 +13,11 @@ from torch import Tensor
 from . import statistics
 from .captured import StepSample, StepSamples
 from .hooks import ModuleHooks
+from .memory import MemoryLedger
 from .owners import Owners
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
 from .reading import BatchReader
+from .reduction import Reduction
 from .tape import Row, Tape, gather
 from .window import Window, number
 
@@ -55,7 +57,9 @@ class Loop:
         self.sample: UpdateSample | None = None
         self.large_sample: UpdateSample | None = None
         self.measured_update = False
+        self.reduction = Reduction(hooks)
         self.steps = StepSamples(hooks.root, self.parameters)
+        self.memory = MemoryLedger(hooks.root, lambda: self.owners.optimizers)
         self.ignore_index = ignore_index
         self.given = given
         self._whole_updates = whole_updates
@@ -89,14 +93,15 @@ class Loop:
 
         self.read_logits()
         self._attempt("loss", record)
+        self._attempt("memory", lambda: self.memory.reached(window, "forward"))
 
     def after_backward(self) -> None:
         """Keep a sample of scaled gradients: some loops divide them by hand before anything else is called."""
         if self.inside and self.scaled:
             self._sample(lambda sample: sample.left_scaled())
-        if self.window is not None and self.hooks.last_gradient:
-            self.window.reduction_wait += time.perf_counter() - self.hooks.last_gradient
-            self.hooks.last_gradient = 0.0
+        if (window := self.window) is not None and self.inside:
+            self._attempt("memory", lambda: self.memory.reached(window, "backward"))
+            self._attempt("activations and gradients", lambda: self.reduction.after_backward(window))
 
     def _unscaled_by_hand(self) -> None:
         """See whether the loop itself has divided the gradients by the loss scale; between samples, as before."""
@@ -199,6 +204,7 @@ class Loop:
         state, scale, rates = "scaled" if self.scaled else "unscaled", window.scale, self.steps.rates(optimizer)
         self._sample(lambda sample: sample.before(optimizer, state, scale, rates))
         if not window.stepped:
+            self.reduction.before_step(window)
             self._attempt("parameter updates", self._copy_parameters)
 
     def after_step(self, optimizer: Any, by_scaler: bool, closure: bool) -> None:
@@ -208,6 +214,7 @@ class Loop:
             window.stepped = True
             window.event("optimizer_step", nested=by_scaler or None)
             self._sample(lambda sample: sample.after(optimizer, closure))
+            self._attempt("memory", lambda: self.memory.reached(window, "optimizer"))
             if not self.inside:
                 self._finish()
 
@@ -265,11 +272,6 @@ class Loop:
     def scaled(self) -> bool:
         """Whether the gradients of the open window are still multiplied by a loss scale."""
         return self.window is not None and self.window.scale is not None and not self.window.unscaled
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the parameters are shards, whose norm is whole only after a collective."""
-        return any(hasattr(parameter, "to_local") for parameter in self.hooks.root.parameters())
 
     # -- measurements
 
