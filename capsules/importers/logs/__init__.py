@@ -25,6 +25,8 @@ MODULES = (
     "composer",
     "nanogpt",
     "deepspeed",
+    "memory_summary",
+    "device_tables",
     "incidents",
     "checkpoints",
     "arguments",
