@@ -5,18 +5,17 @@ All of them are played by one launch of torchrun, and each test waits for the jo
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-import msgspec
 import pytest
-from llmconsole.analyzers.report import ALARMS, CapsuleReport
-from llmconsole.analyzers.runner import analyze
-from llmconsole.capsules import Capsule
+from llmconsole.app.answers import two_ranks
 
-from tests.distributed.lab.faults import FAULTS, Fault
+from tests.distributed.lab.faults import FAULTS
 from tests.distributed.lab.honest import HONEST
-from tests.distributed.lab.launch import Launch
+from tests.distributed.lab.judge import alarms, first_finding, names_site, report_on, site, unexplained
+from tests.distributed.lab.launch import Launch, Started
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all the launch that comes before its job
 
@@ -25,45 +24,39 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for all the launch
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     with Launch(tmp_path_factory.mktemp("four"), 4, [*FAULTS, *HONEST]) as launch:
         yield launch
-        launch.process.wait()
+        assert launch.status() == 0
         assert launch.left() == []
 
 
-@pytest.fixture(scope="module")
-def report_on(launch: Launch) -> Callable[[str], CapsuleReport]:
-    def report_on(name: str) -> CapsuleReport:
-        report = analyze(Capsule.open(launch.capsule(name)))
-        assert not report.errors
-        return report
-
-    return report_on
-
-
-def site(fault: Fault) -> str | None:
-    """file:line that the report is to name."""
-    lines, first = inspect.getsourcelines(fault.run)
-    found = [first + at for at, line in enumerate(lines) if line.rstrip().endswith("# here")]
-    return f"faults.py:{found[0]}" if found else None
-
-
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_first_divergence_names_the_fault(name: str, report_on: Callable[[str], CapsuleReport]):
-    fault, report = FAULTS[name], report_on(name)
-    first = report.first_divergence
-    assert first is not None
-    assert first.rule == fault.rule, first.summary
-    named = next(each for each in report.findings if (each.rule, each.where) == (first.rule, first.where))
-    assert named.confidence in ("confirmed", "likely")
-    if fault.odd is not None:
-        assert first.where.rank == fault.odd, first.summary
-    assert (site(fault) or "") in msgspec.json.encode(named).decode()
-    rest = [each for each in report.findings if each.severity in ALARMS and each.rule != fault.rule]
-    assert {each.rule: (each.caused_by, each.summary) for each in rest if each.caused_by != fault.rule} == {}
+def test_the_first_divergence_names_the_fault(name: str, launch: Launch):
+    fault, report = FAULTS[name], report_on(launch.capsule(name))
+    found = first_finding(report)
+    assert found.rule == fault.rule, found.summary
+    assert found.confidence in ("confirmed", "likely")
+    assert fault.odd in (None, found.where.rank), found.summary
+    assert names_site(found, fault), (site(fault), found)
+    assert unexplained(report, fault.rule) == {}
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_job_raises_no_alarm(name: str, launch: Launch, report_on: Callable[[str], CapsuleReport]):
-    found = report_on(name).findings
-    assert {each.rule: each.summary for each in found if each.severity in ALARMS} == {}
+def test_an_honest_job_raises_no_alarm(name: str, launch: Launch):
+    assert alarms(report_on(launch.capsule(name))) == {}
     assert set(launch.ended(name).values()) == {0}, launch.words(name)
     assert "recording" not in launch.words(name)
+
+
+def test_the_smallest_reproduction_hangs_or_fails_too(launch: Launch, tmp_path: Path):
+    names = ("missing call", "different op", "groups in different order")
+    with Started() as started:
+        running = {}
+        for name in names:
+            made, said = two_ranks(str(launch.capsule(name))), tmp_path / f"{name}.txt"
+            assert site(FAULTS[name]).strip() in made["frame"]
+            path = tmp_path / f"{name}.py"
+            path.write_text(made["script"])
+            running[name] = started.start([sys.executable, str(path)], tmp_path, said), said
+        for name, (process, said) in running.items():
+            assert process.wait() == 1, (name, said.read_text())
+            assert "Timed out waiting" in said.read_text()
+        assert started.left() == []

@@ -45,7 +45,7 @@ def never_comes(job: Job) -> None:
 
     def after(step: int, loss: Tensor) -> None:
         if job.rank == job.odd and step == ODD_STEP:
-            time.sleep(30)
+            time.sleep(2 * job.timeout.total_seconds())
         dist.all_reduce(loss)  # here
 
     job.train(after)
@@ -245,12 +245,14 @@ class Fault:
         rule: what names it.
         odd: the rank that does otherwise; None where all do.
         hangs: ranks wait for one another in vain.
+        patient: and would do so for longer than anybody waits.
     """
 
     run: Callable[[Job], None]
     rule: str
     odd: int | None = None
     hangs: bool = False
+    patient: bool = False
 
 
 FAULTS: dict[str, Fault] = {
@@ -273,4 +275,9 @@ FAULTS: dict[str, Fault] = {
     "slow rank": Fault(slow_rank, "distributed/straggler", 2),
     "reused buffer": Fault(reused_buffer, "distributed/unwaited-buffer"),
     "one path": Fault(one_path, "distributed/rank-zero-work-everywhere"),
+}
+
+#: A fault that nothing in the job ends.
+FOREVER: dict[str, Fault] = {
+    "a rank that is stuck": Fault(never_comes, "distributed/missing-rank", 1, hangs=True, patient=True),
 }

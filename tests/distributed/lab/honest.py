@@ -58,60 +58,42 @@ def joined(job: Job) -> None:
                 optimizer.zero_grad()
 
 
-def own_checkpoints(job: Job) -> None:
-    """Each rank saves what is its own, under a name of its own."""
+def lawful(job: Job) -> None:
+    """Whatever may differ between ranks.
 
-    def after(step: int, loss: Tensor) -> None:
-        if step % 4 == 3:
-            torch.save({"random": torch.random.get_rng_state()}, job.folder / f"rank{job.rank}.pt")
-
-    job.train(after)
-
-
-def legal_sizes(job: Job) -> None:
-    """Calls in which sizes may differ, and calls in which only one rank has something to give or to get."""
+    Sizes in some calls, what only one rank gives or gets, neighbours of a pipeline, two groups of the same ranks in
+    one order, a reduction that runs beside the next step and is waited for after it, and files of each rank's own.
+    """
     world, rank = job.world, job.rank
+    first, second = job.group(name="data"), job.group(name="expert")
+    under_way: list[tuple[dist.Work, Tensor]] = []
 
     def after(step: int, loss: Tensor) -> None:
+        for work, total in under_way:
+            work.wait()
+            total /= world
+        total = loss.clone()
+        under_way[:] = [(dist.all_reduce(total, async_op=True), total)]
         sent, received = [1 + rank] * world, [1 + other for other in range(world)]
         dist.all_to_all_single(torch.empty(sum(received)), torch.ones(sum(sent)), received, sent)
-        gathered = [torch.empty(()) for _ in range(world)] if rank == 0 else None
-        dist.gather(loss, gathered, dst=0)
+        dist.gather(loss, [torch.empty(()) for _ in range(world)] if rank == 0 else None, dst=0)
         share = torch.empty(2)
         dist.scatter(share, [torch.full((2,), float(each)) for each in range(world)] if rank == 1 else None, src=1)
         dist.reduce(share, dst=1)
         told = [{"step": step, "words": "x" * 10 * step}] if rank == 0 else [None]
         dist.broadcast_object_list(told, src=0)
         dist.all_gather_object([None] * world, "y" * (3 * rank))
-        dist.barrier()
-
-    job.train(after)
-
-
-def waited_late(job: Job) -> None:
-    """The reduction of the loss runs beside the next step, and is waited for after it."""
-    under_way: list[tuple[dist.Work, Tensor]] = []
-
-    def after(step: int, loss: Tensor) -> None:
-        if under_way:
-            work, total = under_way.pop()
-            work.wait()
-            total /= job.world
-        total = loss.clone()
-        under_way.append((dist.all_reduce(total, async_op=True), total))
-        if step == STEPS - 1:
-            under_way.pop()[0].wait()
-
-    job.train(after)
-
-
-def two_groups(job: Job) -> None:
-    """Two groups of all ranks, entered in the same order by all of them."""
-    first, second = job.group(name="data"), job.group(name="expert")
-
-    def after(step: int, loss: Tensor) -> None:
+        if rank > 0:
+            dist.recv(share, rank - 1)
+        if rank < world - 1:
+            dist.send(share, rank + 1)
         for group in (first, second, first):
             dist.all_reduce(torch.ones(4), group=group)
+        dist.barrier()
+        if step % 4 == 3:
+            torch.save({"random": torch.random.get_rng_state()}, job.folder / f"rank{rank}.pt")
+        if step == STEPS - 1:
+            under_way.pop()[0].wait()
 
     job.train(after)
 
@@ -172,29 +154,12 @@ def sharded(job: Job) -> None:
                 optimizer.zero_grad()
 
 
-def stages(job: Job) -> None:
-    """A pipeline: each rank hands to the next, which has something else to do meanwhile."""
-
-    def after(step: int, loss: Tensor) -> None:
-        passed = torch.zeros(3)
-        if job.rank > 0:
-            dist.recv(passed, job.rank - 1)
-        if job.rank < job.world - 1:
-            dist.send(passed + 1, job.rank + 1)
-
-    job.train(after)
-
-
 HONEST: dict[str, Callable[[Job], None]] = {
     "healthy": healthy,
     "joined": joined,
-    "checkpoints of their own": own_checkpoints,
-    "sizes that may differ": legal_sizes,
-    "waited late": waited_late,
-    "two groups": two_groups,
+    "what may differ": lawful,
     "copies and shards": mesh,
     "averaged by hand": by_hand,
     "sampler that fills up": filled_up,
     "sharded": sharded,
-    "pipeline": stages,
 }

@@ -49,7 +49,8 @@ class Job:
 
     Attributes:
         odd: the rank that does otherwise, where the job has a fault.
-        hangs: the job is to hang, so that it shall give up soon.
+        hangs: the job is to hang, so that the recorder shall say so soon.
+        patient: its collectives do not give up soon, whether it hangs or not.
         told: parts of the manifest beside those that every job tells.
     """
 
@@ -59,12 +60,13 @@ class Job:
     folder: Path
     odd: int = 0
     hangs: bool = False
+    patient: bool = True
     told: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def timeout(self) -> timedelta:
         """Of this job's collectives."""
-        return timedelta(seconds=TIMEOUT if self.hangs else PATIENT)
+        return timedelta(seconds=PATIENT if self.patient else TIMEOUT)
 
     def begin(self) -> None:
         """Make the default group, once every rank is here: a short time-out is for the job, not for its start."""
@@ -122,10 +124,6 @@ class Job:
         for part, fields in self.told.items():
             manifest[part] = manifest.get(part, {}) | fields
         options = {"every": 4} | ({"hang_after": HANG_AFTER} if self.hangs else {}) | options
-        import inspect
-
-        if "hang_after" not in inspect.signature(Recorder.__init__).parameters:
-            options.pop("hang_after", None)
         return Recorder(self.folder, model=model, optimizer=optimizer, manifest=manifest, **options)
 
     def train(

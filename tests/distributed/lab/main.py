@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.algorithms.join
 import torch.distributed.fsdp  # noqa: F401
 
-from .faults import FAULTS, Fault
+from .faults import FAULTS, FOREVER, Fault
 from .honest import HONEST
 from .job import PATIENT, Job
 
@@ -44,11 +44,11 @@ def play(folder: Path, name: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PATIENT))
-    fault = FAULTS.get(name) or Fault(HONEST[name], rule="")
+    fault = (FAULTS | FOREVER).get(name) or Fault(HONEST[name], rule="")
     odd = -1 if fault.odd is None else min(fault.odd, world - 1)
     job = Job(
         rank=rank, world=world, store=dist.PrefixStore(name, store), folder=place(folder, name), odd=odd,
-        hangs=fault.hangs,
+        hangs=fault.hangs, patient=fault.patient or not fault.hangs,
     )  # fmt: skip
     job.begin()
     fault.run(job)
@@ -73,6 +73,7 @@ def play_apart(folder: Path, name: str) -> int:
         play(folder, name)
     except BaseException:
         status = 1
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
     sys.stdout.flush()
