@@ -48,9 +48,9 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         A rank's own time is the step without its collectives. Relative speed is the median own time of the others of
         the same pipeline stage over that of the rank: below 0.7, in the median over the steps after the warm-up and in
         at least 60 % of them, while it costs 10 % of the step and 5 ms or more. Three steps are enough where the times
-        of the others are steady, twelve where they scatter by more than a quarter. The share of calls to which it came
-        last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank to
-        rank: that is work of unequal length, no slow rank.
+        of the others are steady, twelve where they scatter by a quarter of their size. The share of calls to which it
+        came last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank
+        to rank: that is work of unequal length, no slow rank.
 
     Looks like it but is not:
         Ranks that wait: they show the longest times in collectives. Warm-up, one slow step for a checkpoint or an
@@ -131,7 +131,7 @@ def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
     alone = len(timing.own) == 1 and not timing.steps  # a mean a rank
     found: list[_Slow] = []
     for rank, each in losses.items():
-        if not alone and pieces < (T.NOISY_PIECES if _noise(losses, rank) > T.NOISE else T.FEWEST_PIECES):
+        if not alone and pieces < min(T.NOISY_PIECES, T.FEWEST_PIECES + int(T.PIECES_PER_NOISE * _noise(losses, rank))):
             continue
         slow = _judge(timing, rank, each, pieces)
         # A rank that reads for its peers is late with its input by design.
@@ -149,7 +149,7 @@ def _noise(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -
     """Scatter of the other ranks' own times over the steps, as a share of their median."""
     values = np.array([own for other, each in losses.items() if other != rank for own, _ in each.values()])
     median, deviation = spread(values)
-    return deviation / median if median > 0 else 0.0
+    return deviation / median if median > 0 else T.NOISY_PIECES
 
 
 def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]], judged: int) -> _Slow | None:

@@ -48,9 +48,11 @@ BATCHES_READ, ROWS_READ = 256, 512
 #: distributed/straggler: relative speed; least cost of a step, in seconds and as a share of the step; share of the
 #: steps in which the same rank is slow; share of the loss that late input explains.
 SLOW, LOST_SECONDS, LOST_SHARE, PERSISTENT, EXPLAINED = 0.7, 5e-3, 0.1, 0.6, 0.6
-#: Steps left out at the start (a third of them at most), steps read, and fewest steps that say anything: on a quiet
-#: machine, and where the own times of the other ranks scatter by more than a share.
-WARM_UP_STEPS, STEPS_READ, FEWEST_PIECES, NOISY_PIECES, NOISE = 3, 2000, 3, 12, 0.25
+#: Steps left out at the start (a third of them at most), and steps read.
+WARM_UP_STEPS, STEPS_READ = 3, 2000
+#: Fewest steps that say anything: where the own times of the other ranks are steady, where they are anything but, and
+#: so many more for a scatter as large as they are.
+FEWEST_PIECES, NOISY_PIECES, PIECES_PER_NOISE = 3, 12, 36
 #: Fewest calls of all ranks, and pieces they are cut into; quantile of a rank's distance that is its clock's.
 FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 6, 40, 0.05
 #: Steps, and share and seconds of a step, from which on a loss that moves from rank to rank is worth a remark.

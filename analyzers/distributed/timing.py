@@ -67,10 +67,12 @@ def _series(capsule: Capsule, name: str) -> dict[int, dict[int, float]]:
 def _spent(capsule: Capsule) -> dict[int, ByRank]:
     """Step → rank → time of the whole step, waiting for input included.
 
-    Some loops measure step_time without data_time. Ranks that wait for each other take equally long over the whole, so
-    the sum is taken where it differs less from rank to rank.
+    Some loops measure step_time without data_time, and then collectives between two steps fall into the latter. The
+    sum is taken where collectives took longer than the step, and where it differs less from rank to rank: ranks that
+    wait for each other take equally long over the whole.
     """
     spent, data = _series(capsule, "step_time"), _series(capsule, "data_time")
+    waited = _series(capsule, "communication_time")
     both: dict[int, ByRank] = {}
     for step, each in spent.items():
         if data.get(step, {}).keys() >= each.keys():
@@ -82,6 +84,8 @@ def _spent(capsule: Capsule) -> dict[int, ByRank]:
     ]
     if not apart:
         return spent
+    if any(waited.get(step, {}).get(rank, 0.0) > value for step, each in spent.items() for rank, value in each.items()):
+        return both
     with_data, without = np.median(np.array(apart), axis=0)
     return both if with_data < without else spent
 
