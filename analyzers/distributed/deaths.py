@@ -25,6 +25,12 @@ _FATAL_LINE: Final = re.compile(
     re.IGNORECASE,
 )
 
+#: Words by which a rank says that the process of another one is no more.
+_GONE: Final = re.compile(
+    r"(?:closed|reset|aborted) by (?:remote )?peer|peer closed|broken pipe|ncclRemoteError|remote process",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True)
 class Death:
@@ -143,7 +149,21 @@ def _deaths(capsule: Capsule) -> list[Death]:
         kind, message = end.get("kind"), str(end.get("message") or "")
         if kind in ("oom", "exception", "signal") and not message.startswith(tuple(SECONDARY)):
             take(rank, kind, message or str(kind), end.get("t"), None)
+    if (silent := _silently(capsule)) is not None:
+        take(silent[0], "signal", silent[1], None, None)
     return list(found.values())
+
+
+def _silently(capsule: Capsule) -> tuple[int, str] | None:
+    """The one rank without a word of its end, where all others have one and lost a connection: it was killed."""
+    exits = last_exits(capsule)
+    spoke = {each["rank"] for each in capsule.records("ranks")}
+    without = spoke - set(exits)
+    said = [(rank, str(each.get("message") or "")) for rank, each in sorted(exits.items())]
+    lost = [(rank, words) for rank, words in said if _GONE.search(words) is not None]
+    if len(without) != 1 or not lost:
+        return None
+    return without.pop(), f"its process left no word of its end, and to rank {lost[0][0]} its side was gone"
 
 
 def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any]], died: set[int]) -> dict[int, str]:

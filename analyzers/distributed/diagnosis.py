@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +16,7 @@ from . import thresholds as T
 from .alignment import Parting, partings, sisters, slip
 from .collectives import UNKNOWN, Calls, calls
 from .programs import Reversal, departures, reversals
-from .standstill import Standstill, standstill
+from .standstill import Standstill, last_exits, standstill
 from .waiting import Wait, Waiting, behind, waiting
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ class Missing:
 
     ``decided`` is false where as many lack the call as made it. ``skipped`` is the row of the call that the ranks left
     out earlier, where call sites tell, with ``length`` calls. ``silent`` ranks left no evidence; ``slow`` ones entered
-    the calls and completed less than the others, as (theirs, furthest).
+    the calls and completed less than the others, as (theirs, furthest). ``late``: seconds after which they came, when
+    the others had given up.
     """
 
     wait: Wait
@@ -38,6 +39,7 @@ class Missing:
     skipped: int
     length: int
     slow: dict[int, tuple[int, int]]
+    late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
     inside = None
     if still is not None and still.sure and not (missing or added or circles or parted):
         inside = _all_inside(known)
+        if inside is not None and (late := _too_late(known, inside, last_exits(capsule))) is not None:
+            missing, inside = [late], None
     return Diagnosis(known, state, still, parted, also, tuple(missing), tuple(added), tuple(circles), inside)
 
 
@@ -246,6 +250,24 @@ def _all_inside(known: Calls) -> Wait | None:
         if len(ranks) > 1 and all((group, each) in known.reached for each in ranks):
             return Wait(group, seq, ranks, (), (), row)
     return None
+
+
+def _too_late(known: Calls, wait: Wait, exits: dict[int, dict[str, Any]]) -> Missing | None:
+    """Ranks that entered a call when the others' time-out, or watchdog, had already been."""
+    rows = {rank: row for rank in wait.waiting if (row := known.at(wait.group, rank, wait.seq)) is not None}
+    entered = {rank: float(known.table.created[row]) for rank, row in rows.items()}
+    first = min(entered.values(), default=np.nan)
+    limits = [first + float(known.table.timeout[row]) for row in rows.values()]
+    told = [each.get("t") for rank, each in exits.items() if each.get("kind") == "hang" and rank in rows]
+    limits += [float(each) for each in told if isinstance(each, int | float) and each > first]
+    gave_up = min((each for each in limits if np.isfinite(each)), default=np.inf)
+    late = tuple(rank for rank, created in entered.items() if created >= gave_up - T.CLOCK_S / 100)
+    others = tuple(rank for rank in rows if rank not in late)
+    if not late or not others:
+        return None
+    by = min(entered[rank] for rank in late) - first
+    found = Wait(wait.group, wait.seq, others, late, (), rows[others[0]])
+    return Missing(found, late, len(others) > len(late), UNKNOWN, 0, {}, late=by)
 
 
 # -- circles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
             said = True
             yield _parting(capsule, found, parting)
     for added in found.added[:4]:
-        if not new_site(found, added.wait.group, added.wait.waiting, added.wait.row):
+        if not conditional_end(found, added):
             said = True
             yield added_finding(capsule, found, added)
     if not said and (finding := fingerprint_finding(capsule, found)) is not None:
@@ -91,11 +91,12 @@ def rank_conditional(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         Alignment finds a call that fewer than half of the ranks make, and its line calls nothing on any other rank of
-        the group, though their frames are on record.
+        the group, though their frames are on record; the ranks are such as a condition picks: the first of the group,
+        or several.
 
     Looks like it but is not:
         A call that all but one make: distributed/missing-rank. One more round of a call that all make, as of a rank
-        with one more batch: distributed/collective-mismatch.
+        with one more batch, and an added call of a single rank in the middle: distributed/collective-mismatch.
 
     What to try next:
         Look at the branch around the named line.
@@ -109,17 +110,28 @@ def rank_conditional(capsule: Capsule) -> Iterator[Finding]:
             yield _conditional(capsule, found, parting.ranks, parting.theirs, parting.group, parting.others)
     for added in found.added[:4]:
         wait = added.wait
-        if new_site(found, wait.group, wait.waiting, wait.row):
+        if conditional_end(found, added):
             yield _conditional(capsule, found, wait.waiting, wait.row, wait.group, wait.absent)
 
 
 def conditional(found: Diagnosis, parting: Parting) -> bool:
-    """Whether a parting is a call that only its ranks make, from a line that no other rank calls from."""
-    return (
-        parting.edit == "added"
-        and parting.decided != "none"
-        and new_site(found, parting.group, parting.ranks, parting.theirs)
-    )
+    """Whether a parting is a call that rank 0 alone makes, or a few ranks, from a line that is theirs alone."""
+    if parting.decided == "none" or parting.ended or not _chosen(found, parting.group, parting.ranks):
+        return False
+    # One call of each side is all that a blocking back end leaves: an added call looks like another one.
+    added = parting.edit == "added" or (parting.edit in ("op", "dtype", "shape") and not parting.run)
+    return added and new_site(found, parting.group, parting.ranks, parting.theirs)
+
+
+def _chosen(found: Diagnosis, group: int, ranks: tuple[int, ...]) -> bool:
+    """Whether ranks are such as a condition picks: the first of the group, or several."""
+    return len(ranks) > 1 or ranks[0] in (0, found.calls.groups[group].ranks[0])
+
+
+def conditional_end(found: Diagnosis, added: Missing) -> bool:
+    """The same of a call at the end, after which nothing can tell an added call from one round more."""
+    wait = added.wait
+    return _chosen(found, wait.group, wait.waiting) and new_site(found, wait.group, wait.waiting, wait.row)
 
 
 def new_site(found: Diagnosis, group: int, ranks: tuple[int, ...], row: int) -> bool:
@@ -143,7 +155,7 @@ def _conditional(
         title=f"Only {who} {'calls' if len(ranks) == 1 else 'call'} {call}",
         summary=f"Only {who} of {len(calls.groups[group].ranks)} ranks {makes} {call}, "
         f"from {site}, a line from which no other rank calls anything.",
-        where=Where(step=last_step(capsule, _record(found, row)), rank=ranks[0], order=int(calls.table.seq[row])),
+        where=Where(step=_step(capsule, found, row), rank=ranks[0], order=int(calls.table.seq[row])),
         evidence=(
             Evidence(name="calling_ranks", value=list(ranks), expected=list(calls.groups[group].ranks), note=call),
             Evidence(name="call", value=str(calls.call(row))),
@@ -210,7 +222,7 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
         severity="warning" if mild else None,
         confidence="undetermined" if undecided else "confirmed" if sure else "likely",
         where=Where(
-            step=last_step(capsule, _record(found, parting.theirs if parting.theirs >= 0 else parting.common)),
+            step=_step(capsule, found, parting.theirs, parting.common),
             rank=None if undecided else parting.ranks[0],
             order=parting.seq,
         ),
@@ -258,6 +270,9 @@ def _standstill(found: Diagnosis) -> tuple[Evidence, ...]:
     return (Evidence(name="standstill", value=found.still.reason),) if found.still is not None else ()
 
 
-def _record(found: Diagnosis, row: int) -> dict[str, Any] | None:
-    number = int(found.calls.table.record[row]) if row >= 0 else -1
-    return found.calls.records[number] if number >= 0 else None
+def _step(capsule: Capsule, found: Diagnosis, *rows: int) -> int | None:
+    """The earliest step of the calls; a rank that skips one is a step ahead."""
+    calls = found.calls
+    records = [calls.records[int(calls.table.record[row])] for row in rows if row >= 0 and calls.table.record[row] >= 0]
+    steps = [each["step"] for each in records if type(each.get("step")) is int]
+    return min(steps) if steps else last_step(capsule)

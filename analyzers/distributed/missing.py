@@ -95,6 +95,9 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
             reached = calls.reached.get((wait.group, rank))
             value = reached.enqueued if reached is not None else 0
             evidence.append(Evidence(name=f"rank_{rank}_last_enqueued", value=value, expected=wait.seq))
+    if missing.late:
+        note = "after the first rank had entered the call; the others had given up by then"
+        evidence.append(Evidence(name="entered_late", value=round(missing.late, 3), unit="s", note=note))
     if missing.skipped != UNKNOWN:
         last = f"later calls pair up one further, until call {wait.seq:,} finds no partner"
         evidence.append(Evidence(name="skipped_calls", value=missing.length, expected=0, note=last))
@@ -110,6 +113,7 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     if found.still is not None:
         evidence.append(Evidence(name="standstill", value=found.still.reason))
     verb = "skipped" if missing.skipped != UNKNOWN else "did not enter" if not wait.direct else "did not answer"
+    verb = f"entered {missing.late:,.3g} s late, after the others had given up," if missing.late else verb
     waiting = f"{named_ranks(wait.waiting)} {'waits' if len(wait.waiting) == 1 else 'wait'} in it"
     also = f"; {behind} entered it and completed less than the others, too" if behind else ""
     undecided = "" if missing.decided else "; whether that call is missing there or one too many here is not decided"
@@ -117,7 +121,7 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
         title=f"{who.capitalize()} {verb} {call}",
         summary=f"{who.capitalize()} {verb} {call}{site}, and {waiting}{also}{undecided}.",
         confidence=confidence,
-        where=Where(step=last_step(capsule), rank=ranks[0], order=wait.seq),
+        where=Where(step=last_step(capsule), rank=ranks[0] if missing.decided else None, order=wait.seq),
         evidence=tuple(evidence),
         cause=f"{who} stopped, or took another path, before {call}",
         next=(
@@ -145,7 +149,7 @@ def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
         summary=f"{named_ranks(wait.waiting).capitalize()} wait in {call}{site}; "
         f"only {who} can be missing, of which there is no evidence.",
         confidence="undetermined",
-        where=Where(step=last_step(capsule), rank=wait.silent[0] if len(wait.silent) == 1 else None, order=wait.seq),
+        where=Where(step=last_step(capsule), order=wait.seq),
         evidence=(
             Evidence(name="ranks_without_evidence", value=list(wait.silent), expected=[]),
             Evidence(name="waiting_ranks", value=list(wait.waiting), note=call),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from .alignment import Edit, Parting
 from .diagnosis import Circle, Diagnosis, Missing, diagnosis
 from .fingerprints import fingerprints
-from .mismatch import conditional, new_site
+from .mismatch import conditional, conditional_end
 from .signatures import Signature, family
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ def _of_added(found: Diagnosis, added: Missing) -> Reproduction | None:
     wait = added.wait
     if wait.row < 0:
         return None
-    new = new_site(found, wait.group, wait.waiting, wait.row)
-    rule = "distributed/rank-conditional" if new else "distributed/collective-mismatch"
+    rule = "distributed/rank-conditional" if conditional_end(found, added) else "distributed/collective-mismatch"
     ranks = (wait.absent[0], wait.waiting[0])
     return Reproduction("extra", (), (_call(found, wait.row),), ranks, found.calls.frame(wait.row), rule)
 

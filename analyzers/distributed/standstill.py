@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 #: What a rank says when another one is gone, or did not come: consequences of what happened elsewhere.
 FOLLOWS: Final = re.compile(
-    r"timed?[ -]?out|watchdog|connection (?:closed|reset|refused|was (?:closed|reset))"
-    r"|closed by (?:peer|remote)|broken pipe|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted|heartbeat monitor"
-    r"|socket (?:closed|error|timeout)|NCCL (?:error|operation).{0,80}(?:abort|remote)|recv(?:Value|Bytes)? failed"
-    r"|SIGTERM|signal 15|peer closed|TCPStore|Detected mismatch between collectives|op\.preamble"
-    r"|collective operation|failed to pass monitoredBarrier",
+    r"timed?[ -]?out|watchdog|heartbeat monitor|connection (?:was )?(?:closed|reset|refused)|broken pipe|peer closed"
+    r"|closed by (?:peer|remote)|socket (?:closed|error|timeout)|recv(?:Value|Bytes)? failed|TCPStore"
+    r"|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted"
+    r"|NCCL (?:error|operation).{0,80}(?:abort|remote)|SIGTERM|signal 15|op\.preamble"
+    r"|Detected mismatch between collectives|collective operation|failed to pass monitoredBarrier",
     re.IGNORECASE,
 )
 #: Ends of a process that others wait for in vain.
@@ -72,7 +72,11 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     ended = {rank for rank, each in exits.items() if each.get("kind") in _ENDED}
     if gone := sorted(ended & {*state.culprits, *_absent(state)} - held):
         return Standstill(f"{named_ranks(gone)} ended while others were in a call", sure=True)
-    if calls.dumped and not (trigger is not None and trigger.kind in _ON_DEMAND) and (conflict or not _runs(calls, state)):
+    if (
+        calls.dumped
+        and not (trigger is not None and trigger.kind in _ON_DEMAND)
+        and (conflict or not _runs(calls, state))
+    ):
         return Standstill("the dumps were written, as they are for a time-out", sure=False)
     return None
 

@@ -59,8 +59,8 @@ def timeout_raised(capsule: Capsule) -> Iterator[Finding]:
     timeout, default, told, ranks = raised
     yield Finding(
         title=f"The time-out was enlarged to {timeout:,.0f} s while ranks differ",
-        summary=f"Calls of {named_ranks(ranks)} have a time-out of {timeout:,.0f} s, {told} {default:,.0f} s; ranks differ "
-        "in their calls, which waiting does not cure.",
+        summary=f"Calls of {named_ranks(ranks)} have a time-out of {timeout:,.0f} s, {told} {default:,.0f} s; "
+        "ranks differ in their calls, which waiting does not cure.",
         where=Where(rank=ranks[0]),
         evidence=(Evidence(name="timeout", value=timeout, expected=default, unit="s", note=told),),
         cause="the time-out was raised instead of finding the rank that differs",
