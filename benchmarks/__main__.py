@@ -13,6 +13,7 @@ NAMES = (
     "training",
     "curves",
     "importers",
+    "memory",
     "cases",
     "demo",
     "console",
