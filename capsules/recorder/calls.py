@@ -107,6 +107,7 @@ class Calls:
         self.seconds = 0.0  # inside calls and waits so far
         self.blocked: dict[int, Call] = {}  # thread → what holds it up now
         self.pairs: Counter[str] = Counter()  # sends and receives so far, by group
+        self.reductions = 0  # calls that may have reduced gradients
         self._groups = groups
         self._issued: deque[Call] = deque(maxlen=MOST_CALLS)
         self._works: dict[int, Call] = {}
@@ -215,6 +216,7 @@ class Calls:
             if call.own_row:
                 self._describe(call, arguments)
             self.pairs[about.name] += call.p2p
+            self.reductions += "reduce" in op
             self._issued.append(call)
             return call
         except Exception:  # an odd group or argument is the job's business

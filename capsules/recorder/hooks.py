@@ -17,13 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from . import statistics
 from .adapters import Adapters
-from .internals import inside_backward
+from .internals import inside_backward, wrapper_at_work
 from .recompute import Recompute
 from .tape import Row, Tape
 
 # What the model was called with and what it returned: inputs, keywords, output.
 Call = dict[str, Any]
 Guard = Callable[[str, Exception], None]
+_REDUCING = ("DistributedDataParallel", "FullyShardedDataParallel")
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -111,7 +112,10 @@ class ModuleHooks:
         self._hooked: set[str] = set()
         self._paused = False
         self._about: dict[tuple[str, str], dict[str, Any]] = {}
-        self.reduced_later = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+        self.wrapper: nn.Module | None = None  # what reduces the gradients
+        if type(model).__name__ in _REDUCING:
+            self.wrapper = model
+        self.several = False  # whether there are other ranks
         self.last_gradient = 0.0  # when it was there, by the clock of performance; only where it is reduced later
         self.fired: set[str] = set()
         self.recomputes = False
@@ -178,6 +182,8 @@ class ModuleHooks:
     def _root_begins(self, module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
+        if self.several and self.wrapper is None:
+            self.wrapper = wrapper_at_work(self.root)
         if not self._tape.on:
             self._begins_outside(module)
         # An evaluation inside a recorded step is not part of it; a reentrant checkpoint around the whole model is.
@@ -273,7 +279,7 @@ class ModuleHooks:
             try:
                 # Only the place in the order is taken now: one fused call measures all gradients after the pass.
                 self.pending.append((self._tape.reserve(name, "gradient"), parameter))
-                if self.reduced_later and parameter.grad is not None:
+                if self.wrapper is not None and parameter.grad is not None:
                     self.local_norms.append(statistics.norm(statistics.local(parameter.grad)))
                     self.last_gradient = time.perf_counter()
             except Exception as error:

@@ -51,6 +51,12 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def wrapper_at_work(root: torch.nn.Module) -> torch.nn.Module | None:
+    """The DistributedDataParallel around a module whose forward it is calling now."""
+    wrapper = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return wrapper if wrapper is not None and wrapper.module is root else None
+
+
 def process_groups() -> list[Any]:
     """Every process group that this rank has made and not destroyed."""
     from torch.distributed.distributed_c10d import _world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import parallel
 from .loop import Loop
 from .window import Window
 
@@ -24,11 +25,15 @@ def observed_facts(window: Window, loop: Loop, before: dict[str, Any]) -> dict[s
         training["max_grad_norm"] = window.max_norm
     if loop.hooks.recomputes:
         training["activation_checkpointing"] = True
+    shared = parallel.facts(loop.hooks) if loop.hooks.several else {}
+    training |= shared.get("training", {})
     precision = _precision(window, loop)
     if precision is not None:
         training["precision"] = precision
     given = loop.given.get("training", {})
     facts: dict[str, Any] = {"training": {name: value for name, value in training.items() if name not in given}}
+    if "placement" in shared and "mesh" not in (loop.given.get("placement") or {}):
+        facts["placement"] = shared["placement"]
     # Scores of tags or classes say nothing of the vocabulary: their labels are no tokens of the row.
     scored = (micro for micro in window.micros if micro.layout is not None or "labels" not in micro.arrays)
     readings = next((micro.readings for micro in scored if micro.readings is not None), None)

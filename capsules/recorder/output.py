@@ -184,7 +184,7 @@ def standard_scalars(window: Window, tokens: list[int | None]) -> dict[str, floa
     elif own is not None:
         values["grad_norm_shard"] = own / (scale or 1.0)
     local = root_sum_square(window.local_values)
-    if local is not None and own is not None:
+    if local is not None and own is not None and not window.sharded:
         values |= {"grad_norm_local": local / (scale or 1.0), "grad_norm_reduced": own}
     if window.update_values:
         values["param_norm"] = root_sum_square(window.parameter_values) or 0.0

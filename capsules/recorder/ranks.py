@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from ..process import host
 from ..storage import TEMPORARY
 from ..writer import CapsuleWriter
+from . import checksums
 from .calls import frames_of
 from .collectives import Collectives
 from .operation import Operation
@@ -45,6 +48,7 @@ class Ranks:
         attempt: runs a part of the recording and disables it where it raises.
         window: the window that is open, if one is.
         carry: what takes a trigger over into the heartbeat, or with None the last one back.
+        model: whose replicas are compared.
         hang_after: seconds, see ``HANG_AFTER``; None for the default.
     """
 
@@ -54,12 +58,14 @@ class Ranks:
         attempt: Attempt,
         window: Callable[[], Window | None],
         carry: Callable[[Trigger | None], None],
+        model: nn.Module,
         hang_after: float | None,
     ) -> None:
         self._writer = writer
         self._attempt = attempt
         self._window = window
         self._carry = carry
+        self._model = model
         self._hang_after = hang_after
         self._collectives = Collectives(writer)
         self._host = host()
@@ -79,6 +85,10 @@ class Ranks:
         self._collectives.calls.install()
         tick = TICK if hang_after is None else min(TICK, max(hang_after / 4, 0.05))
         self._watchdog = Watchdog(self._look, self._signalled, tick)
+
+    def reductions(self) -> int:
+        """Reductions that were called from Python so far."""
+        return self._collectives.calls.reductions
 
     # -- windows
 
@@ -102,6 +112,16 @@ class Ranks:
         if self._hung is not None:
             self._attempt("ranks", self._recovered)
         self._attempt("ranks", self._account)
+        # Also after 1, 2, 4, 8 … windows: a short run has few that are due. Never at the end, where a rank may have
+        # made something else of its model to save it.
+        if window.due or self._steps & (self._steps - 1) == 0:
+            self._attempt("checksums", lambda: self._checksums(window))
+
+    def _checksums(self, window: Window) -> None:
+        records = checksums.of_model(self._model, window.step)
+        if window.micros:
+            records += checksums.of_random(window.micros[0], window.step)
+        self._writer.records("checksums", records)
 
     def _account(self) -> None:
         record: dict[str, Any] = {"t": time.time(), "host": self._host, "steps": self._steps, "step": self._step}

@@ -163,7 +163,8 @@ class Recorder:
         )
         if world_size > 1:
             parts = (lambda: self._loop.window, self._finisher.take_over)
-            self._finisher.ranks = Ranks(writer, self._attempt, *parts, self._hang_after)
+            self._finisher.ranks = Ranks(writer, self._attempt, *parts, self._hooks.root, self._hang_after)
+            self._hooks.several, self._loop.reduction.called = True, self._finisher.ranks.reductions
         told = (tokenizer, self._contract, self._checkpoints)
         self._between = Between(writer, self._loop, self._finisher, fields, *told, self._attempt)
         self._signals = Signals(self._signalled)

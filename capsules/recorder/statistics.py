@@ -43,6 +43,11 @@ def is_readable(tensor: Tensor) -> bool:
     )
 
 
+def is_shard(parameter: Tensor) -> bool:
+    """Whether a parameter stands for a part of one: a DTensor, or what FSDP of the first generation has flattened."""
+    return hasattr(parameter, "to_local") or getattr(parameter, "_fsdp_flattened", False)
+
+
 def at_hand(tensor: Tensor) -> bool:
     """Whether reading a value costs nothing: on a device it would wait for everything before it."""
     return tensor.device.type == "cpu"

@@ -44,6 +44,7 @@ class Window:
     skipped: bool = False
     backwards: int = 0
     backward_began: float = 0.0  # Unix seconds, the last one
+    unreduced: int | None = None  # reductions that had been called when ``local_norms`` were taken by hand
     reduction_wait: float = 0.0  # seconds in backward after the last gradient was there: for the other ranks
     cleared: str = (
         ""  # gradients were zeroed with no step since backward: "after" it, or "before" that of another batch
