@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...capsules.allocator import ALLOC, CATEGORIES, Array, Blocks, History
+from ...capsules.allocator import ALLOC, CATEGORIES, Array, Blocks, History, Stacks
 from ...capsules.errors import EvidenceError
 from .thresholds import GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
 
@@ -22,6 +22,8 @@ _LIBRARY: Final = re.compile(r"(?:site|dist)-packages/|/torch/|/lib/python3|^<fr
 #: Functions by which a stack stands in a phase that keeps what it computes, and gives it back at its end.
 _COLLECTS: Final = re.compile(r"eval|valid|predict|generate|inference|rollout|prefill|decode|warm_?up|calibrat", re.I)
 _CHECKPOINT: Final = re.compile(r"checkpoint")
+#: Names of what fills up and stays full, which cannot be told from a leak while it fills.
+_STORES: Final = re.compile(r"cache|replay|buffer|memory_bank|queue|pool", re.I)
 _BACKWARD_CALL: Final = re.compile(r"torch/(?:_tensor|autograd/__init__)\.py$")
 #: Stacks looked at in one history, those with most blocks first.
 _MOST_STACKS = 200
@@ -95,7 +97,7 @@ def steps(history: History, at: int) -> Steps:
     places = places[places >= history.prologue]
     stack = history.stack[places]
     stepping = history.stacks.category == CATEGORIES.index("optimizer")
-    calling = np.array([_calls_backward(history, each) for each in range(len(history.stacks))], np.bool_)
+    calling = _with_frame(history.stacks, _calls_backward)
     for signs, known_by in ((stepping, "the optimizer's stacks"), (calling, "the calls of backward")):
         inside = signs[stack]
         marks = places[inside & ~np.append(False, inside[:-1])[: len(inside)]]
@@ -104,11 +106,15 @@ def steps(history: History, at: int) -> Steps:
     return Steps(_rhythm(history, places, stack, at), "the rhythm of the trace", guessed=True)
 
 
-def _calls_backward(history: History, stack: int) -> bool:
-    return any(
-        name in ("backward", "_make_grads") and _BACKWARD_CALL.search(file)
-        for name, file, _ in history.stacks.of(stack)
-    )
+def _with_frame(stacks: Stacks, holds: Callable[[str, str], bool]) -> Array:
+    """Which stacks have a frame (function, file) for which something holds, bool[S]."""
+    frames = np.array([holds(name, file) for name, file, _ in stacks.frames], np.bool_)
+    so_far = np.append(0, np.cumsum(frames[stacks.members])) if len(frames) else np.zeros(1, np.int64)
+    return so_far[stacks.starts[1:]] > so_far[stacks.starts[:-1]]
+
+
+def _calls_backward(name: str, file: str) -> bool:
+    return name in ("backward", "_make_grads") and _BACKWARD_CALL.search(file) is not None
 
 
 def _rhythm(history: History, places: Array, stack: Array, at: int) -> Array:
@@ -150,14 +156,24 @@ class Growth:
     sure: bool
 
 
+def long_enough(history: History) -> bool:
+    """Whether a trace accounts for the memory over so many steps that what stays is told from what is of one step."""
+    return history.sound and len(steps(history, last_event(history))) >= GROWTH_STEPS
+
+
+def last_event(history: History) -> int:
+    """The last failure, else the end of the trace: up to where growth is looked for."""
+    failures = history.failures
+    return int(failures[-1]) if len(failures) else history.end
+
+
 _GROWTH: WeakKeyDictionary[History, tuple[Growth, ...]] = WeakKeyDictionary()
 
 
 def growth(history: History) -> tuple[Growth, ...]:
     """What grows up to the last failure, else up to the end of the trace; most bytes first."""
     if history not in _GROWTH:
-        failures = history.failures
-        at = int(failures[-1]) if len(failures) else history.end
+        at = last_event(history)
         found = _growing(history, at) if history.sound and at > history.prologue else ()
         _GROWTH[history] = tuple(sorted(found, key=lambda each: -each.size))
     return _GROWTH[history]
@@ -188,7 +204,7 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
         first, grown = found
         typical = int(np.median(mine.size))
         category = history.stacks.category_of(stack)
-        guessed_enough = len(mine) >= GUESSED_BLOCKS and category == "unknown" and stack > 0
+        enough = not passed.guessed or (len(mine) >= GUESSED_BLOCKS and category == "unknown" and stack > 0)
         yield Growth(
             stack=stack,
             count=len(mine),
@@ -199,7 +215,7 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
             first_step=first,
             steps=grown,
             known_by=passed.known_by,
-            sure=not passed.guessed or guessed_enough,
+            sure=enough and not _stores(history, stack),
         )
 
 
@@ -208,6 +224,12 @@ def _keeps(history: History, stack: int) -> bool:
     if stack <= 0 or history.stacks.category_of(stack) not in ("unknown", "activation"):
         return True
     return any(_COLLECTS.search(name) or _CHECKPOINT.search(file) for name, file, _ in history.stacks.of(stack))
+
+
+def _stores(history: History, stack: int) -> bool:
+    """Whether the program's own frames are named after something that fills up and stays full."""
+    own = ((name, file.rpartition("/")[2]) for name, file, _ in history.stacks.of(stack) if not _LIBRARY.search(file))
+    return any(_STORES.search(name) or _STORES.search(file) for name, file in own)
 
 
 def _steady(mine: Blocks, same: Blocks, passed: Steps) -> tuple[int, int] | None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..finding import Evidence, Finding, Where
-from ..registry import NotJudged, rule
+from ..registry import NotCaptured, rule
 from ..series import Curve, align, curve, segments, theil_sen
-from .allocator import Growth, growth, histories, own_frame
+from .allocator import Growth, growth, histories, long_enough, own_frame
 from .lengths import length_curves, rank_correlation
 from .oom import failures, gib
 from .thresholds import (
@@ -75,8 +75,8 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
     curves = _rising(capsule)
     if curves:
         yield _from_curve(capsule, curves)
-    elif traced and not any(history.sound for history in traced.values()):
-        raise NotJudged("a trace that tells of allocations and of their ends (the recorded one leaves events out)")
+    elif not any(map(long_enough, traced.values())) and not _curves(capsule):
+        raise NotCaptured(f"a trace that tells of all allocations over {GROWTH_STEPS} steps, or a curve of them")
 
 
 def _from_trace(history: History, rank: int, grown: tuple[Growth, ...], ranks: tuple[int, ...]) -> Finding:
@@ -128,6 +128,15 @@ class Rise:
     low: float
     high: float
     resets: tuple[int, ...]
+
+
+def _curves(capsule: Capsule) -> bool:
+    """Whether allocated memory is on record over steps, long enough to be judged."""
+    return any(
+        len(capsule.scalars(key.name, rank=key.rank, side=key.side)) >= CURVE_POINTS
+        for key in capsule.scalar_keys()
+        if key.name == "memory_allocated" and key.side != "allocator"
+    )
 
 
 def _rising(capsule: Capsule) -> list[Rise]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..finding import Evidence, Finding, Where
-from ..registry import rule
-from .allocator import Growth, by_stack, growth, histories, own_frame
+from ..registry import NotCaptured, rule
+from .allocator import Growth, by_stack, growth, histories, last_event, long_enough, own_frame
 from .leak import growth_evidence
 from .oom import gib
-from .thresholds import LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, MANY_ALIKE
+from .thresholds import GROWTH_STEPS, LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, MANY_ALIKE
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -34,8 +34,8 @@ def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
         made of. Kilobytes a step are gigabytes after an epoch.
     How it decides:
         A stack grows as memory/leak asks for, by at most 4 blocks a step of at most 16 MiB, 80 % of them of one size
-        (likely where the steps are known, undetermined where they are guessed). Without a trace: 200 live blocks or
-        more of one size and one stack, that is no part of a forward pass (undetermined).
+        (likely where the steps are known, undetermined where they are guessed). Where the trace has fewer than 8 steps:
+        200 live blocks or more of one size and one stack, that is no part of a forward pass (undetermined).
     Looks like it but is not:
         Parameters, the optimizer's state, and activations of many layers, which are alike as well, a window of the last
         hundred losses, a cache that fills up.
@@ -50,10 +50,13 @@ def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
         if kept:
             yield _growing(history, rank, max(kept, key=lambda each: (each.sure, each.count)))
             return  # the ranks of one job run one program
-    for rank, history in traced.items():
-        if not len(history) > history.prologue and (found := _many(history)) is not None:
+    short = {rank: history for rank, history in traced.items() if not long_enough(history)}
+    for rank, history in short.items():
+        if (found := _many(history)) is not None:
             yield _alike(history, rank, *found)
             return
+    if len(short) == len(traced):
+        raise NotCaptured(f"a trace that tells of all allocations over {GROWTH_STEPS} steps")
 
 
 def _is_logged(each: Growth) -> bool:
@@ -82,7 +85,7 @@ def _growing(history: History, rank: int, each: Growth) -> Finding:
 
 def _many(history: History) -> tuple[int, int, int] | None:
     """(stack, blocks, bytes) of many blocks that are alike, where nothing says that they are meant to be there."""
-    live = history.live(history.end)
+    live = history.live(last_event(history))
     for stack, count, size in by_stack(live):
         if stack <= 0 or count < MANY_ALIKE or history.stacks.category_of(stack) != "unknown":
             continue
@@ -100,7 +103,7 @@ def _alike(history: History, rank: int, stack: int, count: int, size: int) -> Fi
         title="Many small blocks of one line",
         summary=(
             f"{count:,} live blocks ({gib(size)}) come from {place}. One a step, and a logged tensor is kept; one a "
-            "layer or a parameter, and nothing is wrong: the snapshot has no trace to tell."
+            "layer or a parameter, and nothing is wrong: the trace is too short to tell."
         ),
         where=Where(rank=rank),
         evidence=(

@@ -221,7 +221,42 @@ class TestALeakOfOtherKinds:
         capsule = imported(tmp_path, snapshot | {"device_traces": [kept]})
         report = analyze(capsule, [rule_named(LEAK)])
         assert not report.findings
-        assert "leaves events out" in str(report.skipped)
+        assert "tells of all allocations" in str(report.skipped)
+
+    def test_a_store_that_fills_up_and_one_that_leaks_cannot_be_told_apart(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job, fill = Job(a), stack("push /home/me/replay_buffer.py:40", *LOOP)
+        for _ in range(40):
+            job.step(also=lambda: a.malloc(MIB, fill))
+        [finding] = says(LOGGED, imported(tmp_path, a))
+        assert finding.confidence == "undetermined"
+
+    def test_a_trace_of_a_few_steps_says_that_it_is_too_short(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        job = Job(a)
+        for _ in range(4):
+            job.step(also=lambda: a.malloc(2 * MIB, EXTRA_LOSS))
+        report = analyze(imported(tmp_path, a), [rule_named(LEAK), rule_named(LOGGED)])
+        assert not report.findings
+        assert {each.rule for each in report.skipped} == {LEAK, LOGGED}
+
+    def test_a_trace_of_a_few_steps_leaves_many_blocks_alike_open(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB, entries=200)
+        job = Job(a)
+        for _ in range(400):
+            job.step(also=lambda: a.malloc(2 * MIB, EXTRA_LOSS))
+        [finding] = says(LOGGED, imported(tmp_path, a))
+        assert finding.confidence == "undetermined"
+        assert "400 live blocks" in finding.summary
+
+    def test_accumulated_micro_batches_and_lengths_that_vary_are_quiet(self, tmp_path: Path):
+        a = CachingAllocator(60 * GIB)
+        job = Job(a)
+        for number in range(40):
+            held = [each for micro in range(4) for each in job.forward((8 + (number * 7 + micro * 3) % 13) * MIB)]
+            job.backward(held)
+        capsule = imported(tmp_path, a)
+        assert says(LOGGED, capsule) == says(LEAK, capsule) == []
 
 
 class TestFragmentation:
