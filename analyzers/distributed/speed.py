@@ -47,7 +47,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A rank's own time is the step without its collectives. Relative speed is the median own time of the others of
         the same pipeline stage over that of the rank: below 0.7, in the median over the steps after the warm-up and in
-        at least 60 % of them, while it costs 10 % of the step and 5 ms or more. Three steps are enough where the times
+        at least 60 % of them, while it costs 10 % of the step and 5 ms or more; waiting
+        for input is judged by itself, too, from 20 % of the step on. Three steps are enough where the times
         of the others are steady, twelve where they scatter by a quarter of their size. The share of calls to which it
         came last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank
         to rank: that is work of unequal length, no slow rank.
@@ -158,7 +159,7 @@ def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]],
     own, others = np.array(list(pieces.values())).T
     speeds = np.array([theirs / mine if mine > 0 else math.inf for mine, theirs in pieces.values()])
     speed, cost = float(np.median(speeds)), float(np.median(own - others))
-    least = max(T.LOST_SECONDS, T.LOST_SHARE * whole)
+    least = max(T.LOST_SECONDS, timing.share * whole)
     slow = (speeds < T.SLOW) & (own - others >= least)
     # Where only extremes are reported, a rank has no point at the steps at which it was none.
     if slow.sum() < T.PERSISTENT * max(judged, len(pieces)) or speed >= T.SLOW or cost < least:
@@ -263,7 +264,7 @@ def _finding(capsule: Capsule, timing: Timing, slow: _Slow) -> Finding:
                 if waits is not None and known
                 else []
             ),
-            Evidence(name="share of the step lost", value=slow.share, expected=f"< {T.LOST_SHARE:g}"),
+            Evidence(name="share of the step lost", value=slow.share, expected=f"< {timing.share:g}"),
             *(
                 [
                     Evidence(

@@ -29,7 +29,8 @@ class Timing:
     """Seconds of each rank, piece by piece; a piece is a step, or the calls between two others.
 
     ``own`` is the time outside collectives, ``waited`` inside them, ``whole`` that of the slowest rank; ``data`` the
-    waiting for input, where known. ``source`` says in words where the numbers are from.
+    waiting for input, where known. ``source`` says in words where the numbers are from. ``share`` is the least part of
+    the whole that a rank must cost.
     """
 
     source: str
@@ -38,16 +39,17 @@ class Timing:
     waited: Mapping[int, ByRank] = field(default_factory=dict[int, ByRank])
     data: Mapping[int, ByRank] = field(default_factory=dict[int, ByRank])
     steps: bool = True
+    share: float = T.LOST_SHARE
 
 
 def timings(capsule: Capsule) -> Iterator[Timing]:
     """The most telling view of waiting that the evidence allows; where there is none, those of other times."""
-    for source in (_scalars, _profiles, _summaries, _calls, _arrivals):
-        found = source(capsule)
-        if found is not None:
-            yield found
-            return  # coarser views of the same times would only add their noise
-    for source in (_reported, _inputs, _unsynchronised):
+    waiting = next(
+        (found for each in (_scalars, _profiles, _summaries, _calls, _arrivals) if (found := each(capsule))), None
+    )
+    if waiting is not None:
+        yield waiting  # coarser views of the same times would only add their noise
+    for source in (_inputs,) if waiting is not None else (_inputs, _reported, _unsynchronised):
         found = source(capsule)
         if found is not None:
             yield found
@@ -306,17 +308,25 @@ def _reported(capsule: Capsule) -> Timing | None:
 
 
 def _inputs(capsule: Capsule) -> Timing | None:
-    """Waiting for input, where the time of the whole step is known: all else is taken for equal."""
+    """Waiting for input alone, which the scatter of the computation does not touch.
+
+    A loop may count collectives between two steps as such; what a rank spent in collectives is then none of it.
+    """
     data, spent = _series(capsule, "data_time"), _spent(capsule)
+    waited = _series(capsule, "communication_time")
     own: dict[int, ByRank] = {}
     whole: dict[int, float] = {}
     for step, each in _several(data).items():
         longest = max(spent.get(step, {}).values(), default=0.0)
         if longest > 0:
-            least = longest - max(each.values())
-            own[step] = {rank: max(0.0, least) + value for rank, value in each.items()}
+            inside = waited.get(step, {})
+            own[step] = {
+                rank: min(value, max(0.0, spent[step].get(rank, longest) - inside.get(rank, 0.0)))
+                for rank, value in each.items()
+            }
             whole[step] = longest
-    return Timing("data_time of each step", own, whole, {}, data) if own else None
+    source = "data_time of each step"
+    return Timing(source, own, whole, {}, own, share=T.LOST_TO_INPUT) if own else None
 
 
 def _unsynchronised(capsule: Capsule) -> Timing | None:
