@@ -21,8 +21,6 @@ from .source import Source
 
 #: Formats whose files are written by one run after another in one directory, whatever their steps.
 _SUCCESSIVE = ("TensorBoard", "flight")
-#: Formats of which each file shows a rank at one moment: two of one rank are two runs, or two moments of one.
-_MOMENTS = ("CUDA memory",)
 #: A file continues another where it begins after this share of the other's steps.
 _WELL_AFTER = 0.25
 
@@ -116,7 +114,8 @@ def _one_job(parts: list[Part]) -> list[Part] | None:
     if len(runs) > len({kind for kind, _ in runs}):
         return None
     ordered: list[Part] = []
-    for (kind, _), chain in chains.items():
+    kinds = [kind for kind, _ in chains]
+    for (kind, _), chain in sorted(chains.items(), key=lambda each: (kinds.index(each[0][0]), each[0][1])):
         chain.sort(key=lambda each: (-1 if each.first is None else each.first, natural(each.path.name)))
         if not kind.startswith(_SUCCESSIVE) and not all(map(_continues, chain, chain[1:])):
             return None
@@ -203,8 +202,6 @@ def _span(source: Source, importer: Importer) -> tuple[int | None, int | None]:
     """First and last step, as head and tail tell them; None where they tell none."""
     if importer.FORMAT.startswith(_SUCCESSIVE):
         return None, None
-    if importer.FORMAT.startswith(_MOMENTS):
-        return 0, 0
     steps = _Steps()
     try:
         importer.read(_Excerpt(source.path), steps)

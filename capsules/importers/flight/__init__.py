@@ -18,8 +18,9 @@ from ...plain_pickle import collector_still, load_plain, looks_like_pickle, spar
 from ..prefix import decode_prefix
 from ..run import Run
 from ..source import Source
-from .dump import Tables, parse
+from .dump import parse
 from .job import Job
+from .tables import Tables
 
 FORMAT = "flight-recorder dump"
 KIND = "trace"

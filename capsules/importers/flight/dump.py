@@ -2,98 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from typing import Any, cast
 
 from ...errors import EvidenceError
-from ...limits import MAX_INT64
 from ...plain_pickle import integer, text
+from .tables import Operation, Tables, all_of, counts, seconds, sized, stacked, typed
 
 #: Entries of one dump that are read, the newest; the recorder's buffer holds 2,000 unless somebody asks for more.
 MOST_ENTRIES = 500_000
 #: Groups, and ranks of one group.
 MOST_GROUPS, MOST_MEMBERS = 65_536, 1 << 20
-#: Frames of a stack, tensors of a call, dimensions of a tensor.
-_FRAMES, _TENSORS, _DIMENSIONS = 24, 4096, 64
 _STATES = ("scheduled", "started", "completed")
-#: Names of torch's scalar types as C++ prints them; others are the same in lower case.
-_DTYPES = {
-    "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16",
-    "Float": "float32", "Double": "float64", "BFloat16": "bfloat16", "Bool": "bool", "ComplexHalf": "complex32",
-    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
-}  # fmt: skip
-_OPERATION = re.compile(r"(?:(\w+):)?\s*(.*?)(?:\s+(\d{1,9})\s*(?:->|<-)\s*(\d{1,9}))?\s*", re.DOTALL)
 
 Note = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What ``nccl:send 0->3`` says: the name without its back end, and for a direct call this rank and the other one.
-
-    Both are numbers within the group.
-    """
-
-    name: str
-    backend: str = ""
-    own: int | None = None
-    other: int | None = None
-
-    @property
-    def direct(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.name in ("send", "recv", "isend", "irecv")
-
-
-class Table:
-    """Different values in the order in which they came up; many calls share each of them.
-
-    Args:
-        key: what identifies a value, made from whatever a dump holds in its place.
-        show: the value, made from its key.
-    """
-
-    def __init__(self, key: Callable[[Any], Hashable], show: Callable[[Any], Any]) -> None:
-        self.values: list[Any] = []
-        self._key, self._show = key, show
-        self._places: dict[Hashable, int] = {}
-
-    def places(self, keys: Sequence[Hashable]) -> list[int]:
-        """Where the values stand that have these keys."""
-        places = list(map(self._places.get, keys))
-        if None in places:
-            for key in dict.fromkeys(key for key, place in zip(keys, places, strict=True) if place is None):
-                self._places[key] = len(self.values)
-                self.values.append(self._show(key))
-            places = [self._places[key] if place is None else place for key, place in zip(keys, places, strict=True)]
-        return cast("list[int]", places)
-
-    def odd(self, raw: Iterable[Any]) -> list[int]:
-        """Where values stand some of which are not as recorders write them; one that is shared is looked at once."""
-        seen: dict[int, Hashable] = {}
-        keys: list[Hashable] = []
-        for each in raw:
-            if id(each) not in seen:
-                seen[id(each)] = self._key(each)
-            keys.append(seen[id(each)])
-        return self.places(keys)
-
-
-class Tables:
-    """What the calls of all dumps of a job have in common."""
-
-    def __init__(self) -> None:
-        self.operations = Table(lambda value: text(value, 200) or "", _operation)
-        self.shapes = Table(_shapes, lambda key: [list(shape) for shape in key])
-        self.dtypes = Table(_dtypes, lambda key: [_DTYPES.get(each) or _plain_dtype(each) for each in key])
-        self.frames = Table(_frames, _stack)
 
 
 @dataclass
@@ -222,7 +148,7 @@ def _config(value: Any, note: Note) -> dict[str, Group]:
             fields = cast("dict[str, Any]", entry)
             config[name] = Group(name, text(fields.get("desc"), 200) or "", members(fields.get("ranks")))
         elif isinstance(entry, list | tuple):  # older recorders: name, description, ranks
-            parts = [*cast("list[Any]", entry)[:3], None, None]
+            parts = [*cast("list[Any]", entry)[:3], None, None, None]
             config[name] = Group(name, text(parts[1], 200) or "", members(parts[2]))
     return config
 
@@ -278,7 +204,7 @@ class _Entries:
         kept: list[dict[str, Any]] = [entry for entry in entries if type(entry) is dict]
         if len(kept) < len(entries):
             self._note("entries that are no mappings left out", len(entries) - len(kept))
-        numbers = _counts(kept, "record_id")
+        numbers = counts(kept, "record_id")
         order = [each for each in numbers if each is not None]
         if len(order) < len(kept):
             self._note("entries without a number keep the order in which they stand")
@@ -293,30 +219,30 @@ class _Entries:
     def _columns(self, kept: list[dict[str, Any]]) -> None:
         calls, tables = self.calls, self._tables
         said = [entry.get("profiling_name") for entry in kept]
-        calls.op = tables.operations.places(said) if _all(said, str) else tables.operations.odd(said)
+        calls.op = tables.operations.places(said) if all_of(said, str) else tables.operations.odd(said)
         operations: list[Operation] = tables.operations.values
         calls.group = self._grouped([(entry.get("process_group"), entry.get("pg_id")) for entry in kept])
         older = all("collective_seq_id" not in entry for entry in kept)
-        calls.collective_seq = _counts(kept, "seq_id" if older else "collective_seq_id")
-        calls.p2p_seq = _counts(kept, "p2p_seq_id")
-        calls.op_id = _counts(kept, "op_id")
-        calls.inputs = _sized([entry.get("input_sizes") for entry in kept], tables.shapes)
-        calls.outputs = _sized([entry.get("output_sizes") for entry in kept], tables.shapes)
-        calls.dtypes = _typed([entry.get("input_dtypes") for entry in kept], tables.dtypes)
-        calls.dtypes_out = _typed([entry.get("output_dtypes") for entry in kept], tables.dtypes)
-        calls.frames = _stacked([entry.get("frames") for entry in kept], tables.frames)
+        calls.collective_seq = counts(kept, "seq_id" if older else "collective_seq_id")
+        calls.p2p_seq = counts(kept, "p2p_seq_id")
+        calls.op_id = counts(kept, "op_id")
+        calls.inputs = sized([entry.get("input_sizes") for entry in kept], tables.shapes)
+        calls.outputs = sized([entry.get("output_sizes") for entry in kept], tables.shapes)
+        calls.dtypes = typed([entry.get("input_dtypes") for entry in kept], tables.dtypes)
+        calls.dtypes_out = typed([entry.get("output_dtypes") for entry in kept], tables.dtypes)
+        calls.frames = stacked([entry.get("frames") for entry in kept], tables.frames)
         states = [entry.get("state") for entry in kept]
         calls.state = [_STATES.index(each) if each in _STATES else 0 for each in states]
         calls.retired = [entry.get("retired") is True for entry in kept]
         direct = [entry.get("is_p2p") for entry in kept]
-        if not _all(direct, bool):
+        if not all_of(direct, bool):
             known = zip(direct, calls.op, strict=True)
             direct = [each if type(each) is bool else operations[op].direct for each, op in known]
         calls.direct = cast("list[bool]", direct)
-        calls.created = _seconds(kept, "time_created_ns")
-        calls.started = _seconds(kept, "time_discovered_started_ns")
-        calls.completed = _seconds(kept, "time_discovered_completed_ns")
-        calls.timeout = [each / 1e3 if each else None for each in _counts(kept, "timeout_ms")]
+        calls.created = seconds(kept, "time_created_ns")
+        calls.started = seconds(kept, "time_discovered_started_ns")
+        calls.completed = seconds(kept, "time_discovered_completed_ns")
+        calls.timeout = [each / 1e3 if each else None for each in counts(kept, "timeout_ms")]
         threads = [entry.get("thread_id") for entry in kept]
         calls.thread = [each if type(each) is str and len(each) < 100 else text(each, 100) for each in threads]
 
@@ -355,119 +281,3 @@ def _group_key(said: Any, local: Any) -> tuple[str | None, str | None, str | Non
     """Name, description and local number, each where it is one."""
     parts = [*said[:2], None, None] if isinstance(said, list | tuple) else [said, None]
     return text(parts[0], 200), text(parts[1], 200), text(local, 60)
-
-
-def _all(values: Iterable[Any], kind: type[Any]) -> bool:
-    return set(map(type, values)) <= {kind}
-
-
-def _count(value: Any) -> int | None:
-    if type(value) is not int:
-        value = integer(value)
-    return value if value is not None and 0 <= value <= MAX_INT64 else None
-
-
-def _counts(kept: list[dict[str, Any]], name: str) -> list[int | None]:
-    raw = [entry.get(name) for entry in kept]
-    if _all(raw, int) and raw and min(raw) >= 0 and max(raw) <= MAX_INT64:  # pyright: ignore[reportArgumentType]
-        return cast("list[int | None]", raw)
-    return [None if each is None else _count(each) for each in raw]
-
-
-def _seconds(kept: list[dict[str, Any]], name: str) -> list[float | None]:
-    """Nanoseconds as seconds; 0 is no time."""
-    return [each / 1e9 if each else None for each in _counts(kept, name)]
-
-
-def _sized(raw: list[Any], table: Table) -> list[int]:
-    """Places of lists of shapes. What is longer than any shape is looked at once, however many entries share it."""
-    try:
-        if max(map(len, raw)) <= _DIMENSIONS and max(map(len, chain.from_iterable(raw)), default=0) <= _DIMENSIONS:
-            keys = [tuple(map(tuple, each)) for each in raw]
-            if all(_all(chain.from_iterable(key), int) for key in dict.fromkeys(keys)):
-                return table.places(keys)
-    except TypeError:
-        pass
-    return table.odd(raw)
-
-
-def _typed(raw: list[Any], table: Table) -> list[int]:
-    if _all(raw, list) and max(map(len, raw)) <= _DIMENSIONS:
-        with contextlib.suppress(TypeError):
-            keys = [tuple(each) for each in raw]
-            if all(_all(key, str) for key in dict.fromkeys(keys)):
-                return table.places(keys)
-    return table.odd(raw)
-
-
-_frame = operator.itemgetter("name", "filename", "line")
-
-
-def _stacked(raw: list[Any], table: Table) -> list[int]:
-    try:
-        return table.places([tuple(map(_frame, frames[:_FRAMES])) if frames else () for frames in raw])
-    except (TypeError, KeyError, IndexError):
-        return table.odd(raw)
-
-
-# -- what stands in the tables
-
-
-def _operation(value: Any) -> Operation:
-    found = _OPERATION.fullmatch((text(value, 200) or "").strip())
-    if found is None:
-        return Operation((text(value, 80) or "").lower())
-    own, other = (int(each) if each else None for each in (found[3], found[4]))
-    return Operation(found[2].strip().lower()[:80], (found[1] or "").lower()[:20], own, other)
-
-
-def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Shapes from lists, or from lists that were printed; a flat list of numbers is one shape."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value[:100_000])
-        except (ValueError, RecursionError):
-            return ()
-    if not isinstance(value, list | tuple):
-        return ()
-    rows = list(cast("list[Any]", value))[:_TENSORS]
-    if rows and _all(rows, int):
-        rows = [rows]
-    return tuple(
-        tuple(size for each in list(cast("list[Any]", row))[:_DIMENSIONS] if (size := _count(each)) is not None)
-        for row in rows
-        if isinstance(row, list | tuple)
-    )
-
-
-def _dtypes(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = re.findall(r"\w+", value[:1000])
-    listed = list(cast("list[Any]", value))[:_TENSORS] if isinstance(value, list | tuple) else []
-    return tuple(word for each in listed if (word := text(each, 60)))
-
-
-def _plain_dtype(word: str) -> str:
-    return word.removeprefix("torch.").lower()
-
-
-def _frames(value: Any) -> tuple[tuple[Any, Any, Any], ...]:
-    """Frames as (name, file, line) from mappings or from lines of text."""
-    frames: list[tuple[Any, Any, Any]] = []
-    for each in list(cast("list[Any]", value))[:_FRAMES] if isinstance(value, list | tuple) else ():
-        if isinstance(each, dict):
-            entry = cast("dict[str, Any]", each)
-            file = text(entry.get("filename"), 1000) or text(entry.get("file"), 1000)
-            frames.append((text(entry.get("name"), 500), file, _count(entry.get("line"))))
-        elif isinstance(each, str):
-            frames.append((each[:500], None, None))
-    return tuple(frames)
-
-
-def _stack(key: Any) -> list[dict[str, Any]] | None:
-    """Frames as records have them, innermost first; None where there are none."""
-    shown: list[dict[str, Any]] = []
-    for name, file, line in key:
-        parts = {"name": text(name, 500), "file": text(file, 1000), "line": _count(line)}
-        shown.append({name: part for name, part in parts.items() if part is not None})
-    return shown or None

@@ -10,7 +10,8 @@ from typing import Any
 
 from ...columns import Distinct
 from ..run import MOST_RANKS, Run
-from .dump import Calls, Dump, Group, Operation, Status, Tables
+from .dump import Calls, Dump, Group, Status
+from .tables import Operation, Tables
 from .whose import assign_ranks
 
 #: Members of all groups together that the manifest lists.
@@ -33,7 +34,7 @@ class Job:
         by_rank: dict[int, list[Dump]] = defaultdict(list)
         for rank, dump in zip(assign_ranks(self.dumps, self.tables, out.note), self.dumps, strict=True):
             by_rank[rank].append(dump)
-        kept = {rank: _merged(dumps, out) for rank, dumps in sorted(by_rank.items())}
+        kept = {rank: _merged(dumps, self.tables.frames.values, out) for rank, dumps in sorted(by_rank.items())}
         groups = _Groups(kept, self.tables)
         for rank, dump in kept.items():
             _Rank(rank, dump, groups, self.tables, out).write()
@@ -61,12 +62,13 @@ class Job:
         )
 
 
-def _merged(dumps: list[Dump], out: Run) -> Dump:
+def _merged(dumps: list[Dump], stacks: Sequence[Any], out: Run) -> Dump:
     """The newest dump of a rank, with the calls of older ones that its buffer no longer holds."""
     if len(dumps) == 1:
         return dumps[0]
     newest, *older = sorted(dumps, key=_age, reverse=True)
     for dump in older:
+        _take_frames(newest, dump, stacks)
         first = newest.calls.order[0] if len(newest.calls) else None
         if first is None or _began(newest) < _began(dump):
             first = -1  # another life of the process, whose numbers mean other calls
@@ -81,12 +83,24 @@ def _merged(dumps: list[Dump], out: Run) -> Dump:
     return newest
 
 
-def _age(dump: Dump) -> tuple[float, int, bool, float]:
-    """Sorts dumps of one rank from the oldest to the newest, those of one moment by what they hold."""
+def _take_frames(dump: Dump, other: Dump, stacks: Sequence[Any]) -> None:
+    """The JSON of a dump has no frames: take them from the pickle beside it."""
+    nowhere = [at for at, frames in enumerate(dump.calls.frames) if stacks[frames] is None]
+    if not nowhere:
+        return
+    calls = other.calls
+    frames = dict(zip(zip(calls.order, calls.created, strict=True), calls.frames, strict=True))
+    for at in nowhere:
+        same = (dump.calls.order[at], dump.calls.created[at])
+        dump.calls.frames[at] = frames.get(same, dump.calls.frames[at])
+
+
+def _age(dump: Dump) -> tuple[float, int, float]:
+    """Sorts dumps of one rank from the oldest to the newest."""
     calls = dump.calls
     times = [each for each in calls.created[-50:] if each is not None]
     reached = sum(each.completed or 0 for each in dump.status.values())
-    return max(times, default=0.0), reached, any(calls.frames), dump.modified
+    return max(times, default=0.0), reached, dump.modified
 
 
 def _began(dump: Dump) -> float:

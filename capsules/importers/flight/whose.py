@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .dump import Dump, Operation, Tables
+from .dump import Dump
+from .tables import Operation, Tables
 
 Note = Callable[..., None]
 
