@@ -296,3 +296,51 @@ class TestScaling:
     def test_one_size_or_odd_numbers_are_no_comparison(self, said: Any) -> None:
         assert said(SCALING, self.table((4, 32, 1900.0), (4, 32, 1500.0))) == []
         assert said(SCALING, self.table((0, 32, 1900.0), (4, 32, float("nan")), (2, 8, -1.0), (8, 1, 5.0))) == []
+
+
+class TestInputBetweenSteps:
+    """The recorder's convention: step_time begins when the batch is there, data_time ends then."""
+
+    @staticmethod
+    def loop(outside: Any, computing: Any, ranks: int = 2, steps: int = 20) -> Any:
+        """Milliseconds between the steps and inside them by (step, rank); all meet at the end of each step."""
+
+        def fill(w: Any) -> None:
+            for step in range(steps):
+                arrive = [outside(step, rank) + computing(step, rank) for rank in range(ranks)]
+                for rank in range(ranks):
+                    wait = max(arrive) + 5 - arrive[rank]
+                    w.scalars("data_time", step=step, value=outside(step, rank) / 1e3, rank=rank)
+                    w.scalars("step_time", step=step, value=(computing(step, rank) + wait) / 1e3, rank=rank)
+                    w.scalars("communication_time", step=step, value=wait / 1e3, rank=rank)
+
+        return fill
+
+    def test_a_rank_that_sleeps_before_each_step(self, said: Any) -> None:
+        (found,) = said(STRAGGLER, self.loop(lambda s, r: 150 * (r == 1), lambda s, r: 50))
+        assert found.where.rank == 1
+        assert "input" in found.cause
+
+    def test_it_shows_through_computation_that_scatters(self, said: Any) -> None:
+        noise = np.random.default_rng(5).lognormal(4.5, 0.8, (20, 2))
+        (found,) = said(STRAGGLER, self.loop(lambda s, r: 150 * (r == 1), lambda s, r: noise[s, r]))
+        assert found.where.rank == 1
+
+    def test_a_rank_that_waits_between_steps_waits_for_no_input(self, said: Any) -> None:
+        """Rank 0 is fast and stands in a collective after each step: its data_time is long, and none of its own."""
+
+        def fill(w: Any) -> None:
+            for rank, (computing, between) in enumerate(((50.0, 155.0), (200.0, 5.0))):
+                at = list(range(20))
+                w.scalars("data_time", step=at, value=[between / 1e3] * 20, rank=rank)
+                w.scalars("step_time", step=at, value=[computing / 1e3] * 20, rank=rank)
+                w.scalars("communication_time", step=at, value=[between / 1e3] * 20, rank=rank)
+
+        (found,) = said(STRAGGLER, fill)
+        assert found.where.rank == 1
+        assert "input" not in found.cause
+
+    def test_a_few_steps_on_a_busy_machine_say_nothing(self, said: Any) -> None:
+        for seed in range(30):
+            noise = np.random.default_rng(seed).lognormal(4.0, 0.8, (8, 4))
+            assert said(STRAGGLER, self.loop(lambda s, r: 1, lambda s, r, n=noise: n[s, r], 4, 8)) == []
