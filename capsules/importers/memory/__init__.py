@@ -55,6 +55,11 @@ def rank_in_name(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
+def span(source: Source) -> tuple[int | None, int | None, int | None, str]:
+    """Rank, first and last step, run: a snapshot is one moment of a rank, and a second one of it is another story."""
+    return rank_in_name(source.path), 0, 0, ""
+
+
 def read(source: Source, out: Run) -> None:
     """Write what the allocator of each device did and held.
 
