@@ -58,10 +58,11 @@ class TestACurveThatRises:
     @pytest.mark.fires(LEAK)
     @pytest.mark.recorded(LEAK)
     def test_in_a_log_of_deepspeed_is_a_leak(self, tmp_path: Path):
+        said = "[2026-08-22 12:19:04,123] [INFO] [logging.py:107:log_dist] [Rank 0] step={step}, skipped=0, lr=[1e-05], mom=[]"
+        speed = "epoch=0/micro_step={step}/global_step={step}, RunningAvgSamplesPerSec=30.1, CurrSamplesPerSec=30.2, "
         log = "".join(
-            f"[2026-08-22 12:19:04,123] [INFO] [logging.py:107:log_dist] [Rank 0] step={step}, skipped=0, lr=[1e-05], "
-            f"mom=[(0.9, 0.999)]\nepoch=0/micro_step={step * 2}/global_step={step}, RunningAvgSamplesPerSec=30.1, CurrSamplesPerSec=30.2, "
-            f"MemAllocated={12 + step * 0.002:.2f}GB, MaxMemAllocated={30:.1f}GB\n"
+            f"{said.format(step=step)}\n{speed.format(step=step)}"
+            f"MemAllocated={12 + step * 0.002:.2f}GB, MaxMemAllocated=30.1GB\n"
             for step in range(10, 2000, 10)
         )
         (tmp_path / "train.log").write_text(log)
@@ -122,6 +123,28 @@ OUT = (
     "GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
 )
+TABLE = """Mon Nov 30 07:{minute:02}:00 2026
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
+|-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|                                         |                        |               MIG M. |
+|=========================================+========================+======================|
+|   0  NVIDIA A100-SXM4-80GB          On  |   00000000:07:00.0 Off |                    0 |
+| N/A   44C    P0             312W / 400W |   52224MiB /  81920MiB |     97%      Default |
+|                                         |                        |             Disabled |
++-----------------------------------------+------------------------+----------------------+
+
++-----------------------------------------------------------------------------------------+
+| Processes:                                                                              |
+|  GPU   GI   CI        PID   Type   Process name                              GPU Memory |
+|        ID   ID                                                               Usage      |
+|=========================================================================================|
+|    0   N/A  N/A      4242      C   python                                      31744MiB |
+|    0   N/A  N/A      5151      C   /usr/bin/python3                            20480MiB |
++-----------------------------------------------------------------------------------------+
+"""
 TRACE = 'Traceback (most recent call last):\n  File "run.py", line 3, in <module>\n    main()\n'
 
 
@@ -194,6 +217,18 @@ class TestADeviceThatAMonitorWatched:
         assert finding.confidence == "likely"
         [finding] = says(OTHERS, self.watched(build, 40 * GIB, 32 * GIB))
         assert finding.confidence == "undetermined"
+
+    def test_names_the_processes_that_a_monitor_lists(self, tmp_path: Path):
+        """The columns of nvidia-smi --query-compute-apps are not those of the device: a table has both."""
+        rows = "".join(f'{{"step": {step}, "memory_reserved": {30 * GIB}}}\n' for step in range(1, 40))
+        (tmp_path / "metrics.jsonl").write_text(rows)
+        table = "".join(TABLE.format(minute=minute) for minute in range(10))
+        (tmp_path / "smi.log").write_text(table)
+        files = [tmp_path / "metrics.jsonl", tmp_path / "smi.log"]
+        [finding] = says(OTHERS, Capsule.open(import_files(files, tmp_path / "imported", attach=False)))
+        assert finding.confidence == "likely"
+        assert "5151 (20.00 GiB)" in finding.summary
+        assert "4242" not in finding.summary
 
     @pytest.mark.quiet(OTHERS)
     @pytest.mark.parametrize("beyond", [0, 0.5 * GIB, 1.0 * GIB, 2.2 * GIB])
