@@ -209,6 +209,12 @@ def _by_skips(books: Mapping[int, Account], waited: frozenset[int]) -> Finding |
     """Samples that one rank left out, where something waits."""
     skipping = [rank for rank, each in books.items() if each.left_out and _skipped_more(each, books)]
     lagging = [rank for rank in skipping if _behind(books[rank], books)]
+    # Loaders leave samples out all the time: it is the reason only where whoever left out most is the one behind.
+    others = [each.left_out for rank, each in books.items() if rank not in lagging]
+    if lagging and min(books[rank].left_out for rank in lagging) <= max(others, default=0):
+        return None
+    if not lagging and any(_behind(each, books) for each in books.values()):
+        return None
     if not skipping or (not lagging and not waited):
         return None
     named = lagging or skipping

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.runner import analyze
+from llmconsole.capsules import Capsule
+from llmconsole.capsules.importers import import_job
 
 RULE = "distributed/uneven-steps"
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -200,6 +204,50 @@ class TestSkips:
         assert "21936" in found.summary
         assert "21937" in found.summary
         assert "12 < min_loss_tokens 32" in found.summary
+
+    @pytest.mark.recorded(RULE)
+    def test_its_raw_files_dumps_of_four_ranks_and_one_log(self, tmp_path: Path) -> None:
+        for rank in range(4):
+            last = 21936 if rank == 1 else 21937
+            entries = [
+                {
+                    **{"record_id": seq, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": seq},
+                    **{"p2p_seq_id": 0, "op_id": seq, "profiling_name": "nccl:_all_gather_base", "is_p2p": False},
+                    **{"time_created_ns": (1_700_000_000 + seq) * 10**9, "timeout_ms": 600_000, "frames": []},
+                    **{"input_sizes": [[176556032]], "input_dtypes": ["BFloat16"], "output_dtypes": ["BFloat16"]},
+                    **{"output_sizes": [[706224128]], "retired": seq < 21937, "time_discovered_started_ns": None},
+                    **{"time_discovered_completed_ns": None, "state": "completed" if seq < 21937 else "scheduled"},
+                }
+                for seq in range(21920, last + 1)
+            ]
+            status = {
+                "last_enqueued_collective": last,
+                "last_started_collective": -1,
+                "last_completed_collective": 21936,
+            }
+            dump = {
+                "version": "2.9",
+                "nccl_version": "2.21.5",
+                "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
+                "pg_status": {"0": status},
+                "entries": entries,
+            }
+            (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+        (tmp_path / "rank1.log").write_text(
+            "2026-05-01 10:00:00,000 INFO torchspec.data_fetcher: skipped sample: 12 < min_loss_tokens 32\n"
+        )
+        made = import_job(sorted(tmp_path.iterdir()), tmp_path / "made.capsule", attach=False)
+        report = analyze(Capsule.open(made.path))
+        assert report.first_divergence is not None
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (RULE, 1)
+
+    def test_the_one_that_left_out_most_must_be_the_one_behind(self, said: Any) -> None:
+        def fill(w: Any) -> None:
+            for rank, skipped in enumerate((5, 3, 4, 6)):
+                last = 99 if rank == 0 else 100
+                w.record("ranks", {"last_seq": {"0": last}, "samples_skipped": skipped, "dump": True}, rank=rank)
+
+        assert said(fill, {"trigger": {"kind": "hang"}}) == []
 
     def test_a_line_of_its_log_says_the_same(self, said: Any) -> None:
         def fill(w: Any) -> None:
