@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _CHECKPOINT: Final = re.compile(r"checkpoint")
 #: Names of what fills up and stays full, which cannot be told from a leak while it fills.
 _STORES: Final = re.compile(r"cache|replay|buffer|memory_bank|queue|pool", re.I)
 _BACKWARD_CALL: Final = re.compile(r"torch/(?:_tensor|autograd/__init__)\.py$")
+#: Snapshots among a recording's files that are read, and the bytes of one.
+_MOST_SNAPSHOTS, _MOST_BYTES = 16, 4 << 30
 #: Stacks looked at in one history, those with most blocks first.
 _MOST_STACKS = 200
 
@@ -32,15 +35,47 @@ _HISTORIES: WeakKeyDictionary[Capsule, dict[int, History]] = WeakKeyDictionary()
 
 
 def histories(capsule: Capsule) -> dict[int, History]:
-    """The history of each rank that has one; one that is damaged is left out."""
+    """The history of each rank that has one: imported, else from the snapshots that a recording holds as files.
+
+    What is damaged is left out.
+    """
     if capsule not in _HISTORIES:
         found: dict[int, dict[str, Any]] = {}
         for tensor in capsule.tensors("allocator/*"):
             found.setdefault(tensor.rank, {})[tensor.name.partition("/")[2]] = tensor
-        _HISTORIES[capsule] = {
-            rank: history for rank, each in found.items() if (history := _restored(each)) is not None
-        }
+        _HISTORIES[capsule] = (
+            _attached(capsule)
+            if not found
+            else {rank: history for rank, each in found.items() if (history := _restored(each)) is not None}
+        )
     return _HISTORIES[capsule]
+
+
+def _attached(capsule: Capsule) -> dict[int, History]:
+    """Of each device the snapshot of its last failure, else of its highest peak."""
+    from ...capsules.importers.memory import histories as read
+    from ...capsules.plain_pickle import load_plain
+    from ...capsules.storage import read_inside
+
+    listed = sorted((each.path for each in capsule.files() if each.kind == "snapshot" and each.path), key=_moment)
+    found: dict[int, History] = {}
+    for path in filter(None, listed[-_MOST_SNAPSHOTS:]):
+        with contextlib.suppress(EvidenceError, OSError):
+            for history in read(load_plain(read_inside(capsule.path, path, _MOST_BYTES), path), _unsaid):
+                # The number of a device is that of its rank, as far as one can see from within a node.
+                rank = history.device if history.device in capsule.ranks else min(capsule.ranks, default=0)
+                found[rank] = history
+    return found
+
+
+def _moment(path: str | None) -> tuple[bool, list[int]]:
+    """Order of snapshots, the one that counts most last: peaks by their steps, then failures by their number."""
+    path = path or ""
+    return "oom" in path, [int(each) for each in re.findall(r"\d{1,18}", path)]
+
+
+def _unsaid(text: str, times: int) -> None:
+    """Nobody asked for the notes of a file that a recording brought along."""
 
 
 def _restored(tensors: dict[str, Any]) -> History | None:

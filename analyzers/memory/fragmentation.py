@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _MOST_NAMED = 3
 #: Share of a segment that is unused where its live blocks split it.
 _SPLIT = 0.1
+#: What two printed decimals may be off, as a share.
+_PRINTED = 0.006
 _MIB = 1 << 20
 
 
@@ -75,9 +77,11 @@ class _Unused:
 
 
 def _finding(capsule: Capsule, told: Sequence[tuple[Failure, Verdict]]) -> Finding:
+    traced = histories(capsule)
+    # A log and a snapshot tell of one failure: the one that can be looked at comes first.
+    told = sorted(told, key=lambda each: _seen(traced, each[0]) is None)
     failure, verdict = told[0]
-    history = histories(capsule).get(failure.rank or 0)
-    at = None if history is None else _place(history, failure)
+    history, at = traced.get(failure.rank or 0), _seen(traced, failure)
     unused = None if history is None or at is None else _look(history, at)
     requested = failure.requested or 0
     lengths = growing_lengths(capsule, failure.rank)
@@ -128,12 +132,29 @@ def _finding(capsule: Capsule, told: Sequence[tuple[Failure, Verdict]]) -> Findi
     )
 
 
+def _seen(traced: Mapping[int, History], failure: Failure) -> int | None:
+    history = traced.get(failure.rank or 0)
+    return None if history is None else _place(history, failure)
+
+
 def _place(history: History, failure: Failure) -> int | None:
     """The event of a failure in its rank's trace: of those that asked for as much, the one nearest in time."""
-    found = [at for at in history.failures.tolist() if int(history.size[at]) == failure.requested]
+    requested = failure.requested or 0
+    found = [
+        at
+        for at in history.failures.tolist()
+        if any(abs(size - requested) <= _PRINTED * requested for size in _sizes_said(int(history.size[at])))
+    ]
     if failure.t is None:
         return found[-1] if found else None
     return min(found, key=lambda at: abs(history.time_us[at] / 1e6 - (failure.t or 0.0)), default=None)
+
+
+def _sizes_said(size: int) -> tuple[int, int]:
+    """What an event and what an error's text give for one request: the block, and the segment it would have taken."""
+    if size <= _MIB:
+        return size, 2 * _MIB
+    return size, 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
 
 
 def _look(history: History, at: int) -> _Unused:

@@ -38,7 +38,7 @@ _MOST_NAMED = 3
     "memory/leak",
     stage="runtime",
     severity="warning",
-    needs=("tensors.allocator/action|scalars.memory_allocated",),
+    needs=("tensors.allocator/action|files.snapshot|scalars.memory_allocated",),
     explained_by=("memory/logged-tensors",),
     cases=("out-of-memory-after-hours",),
 )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "memory/logged-tensors",
     stage="runtime",
     severity="warning",
-    needs=("tensors.allocator/action",),
+    needs=("tensors.allocator/action|files.snapshot",),
 )
 def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
     """A small block of one line stays with every step: a logged value is kept as a tensor.

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.runner import analyze
-from llmconsole.capsules import Capsule
+from llmconsole.capsules import Capsule, CapsuleWriter
 
 from benchmarks.caching_allocator import GIB, KIB, MIB, CachingAllocator, OutOfMemory, largest_free, stack
 from tests.analyzers.conftest import rule_named
-from tests.analyzers.snapshots import EXTRA_LOSS, LOOP, WEIGHTS, Job, imported, layer
+from tests.analyzers.snapshots import EXTRA_LOSS, LOOP, WEIGHTS, Job, imported, layer, save
 
 LEAK, LOGGED, FRAGMENTED = "memory/leak", "memory/logged-tensors", "memory/fragmentation"
 
@@ -301,6 +301,28 @@ class TestFragmentation:
         [finding] = says(FRAGMENTED, imported(tmp_path, a))
         assert finding.confidence == "confirmed"
         assert value(finding, "its largest piece") < 300 * MIB
+
+    def test_is_confirmed_where_a_log_tells_of_the_same_failure(self, tmp_path: Path):
+        log = tmp_path / "job.log"
+        log.write_text(
+            'Traceback (most recent call last):\n  File "run.py", line 3, in <module>\n    main()\n'
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of "
+            "4.00 GiB of which 10.00 MiB is free. Of the allocated memory 760.00 MiB is allocated by PyTorch, and "
+            "2.60 GiB is reserved by PyTorch but unallocated.\n"
+        )
+        [finding] = says(FRAGMENTED, imported(tmp_path, self.shattered(), log))
+        assert finding.confidence == "confirmed"
+
+    def test_is_confirmed_by_the_snapshot_that_a_recording_holds_as_a_file(self, tmp_path: Path):
+        a = self.shattered()
+        path = save(tmp_path / "memory-oom-1.pickle", a.snapshot())
+        with CapsuleWriter(tmp_path / "r.capsule", title="recorded") as writer:
+            writer.attach(path, "snapshot")
+            sizes = {"requested": 300 * MIB, "free": 4 * GIB - 600 * MIB - a.reserved}
+            writer.record("events", {"kind": "oom", "allocated": a.allocated, "reserved": a.reserved, **sizes})
+        [finding] = says(FRAGMENTED, Capsule.open(tmp_path / "r.capsule"))
+        assert finding.confidence == "confirmed"
+        assert "train.py:77" in finding.summary
 
     @pytest.mark.quiet(FRAGMENTED)
     def test_a_full_device_is_quiet(self, tmp_path: Path):

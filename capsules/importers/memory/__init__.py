@@ -71,7 +71,8 @@ def read(source: Source, out: Run) -> None:
     collecting = gc.isenabled()
     gc.disable()  # millions of containers are alive, none of them garbage
     try:
-        found = histories(data, out, where)
+        found = histories(data, out.note, where)
+        _say_what_else(data, out)
     finally:
         del data
         if collecting:
@@ -87,12 +88,12 @@ def read(source: Source, out: Run) -> None:
         write(each, out, rank=each.device if several else out.rank)
 
 
-def histories(data: Any, out: Run, where: str = "") -> list[History]:
+def histories(data: Any, note: columns.Note, where: str = "") -> list[History]:
     """What each device's allocator did, by device; devices of which a snapshot says nothing are left out.
 
     Args:
         data: the mapping of ``torch.cuda.memory._snapshot()``, or its list of segments.
-        out: takes the notes.
+        note: takes a sentence about the file, and how often it holds.
         where: the file, for the error's line.
 
     Raises:
@@ -112,28 +113,30 @@ def histories(data: Any, out: Run, where: str = "") -> list[History]:
     devices = sorted(each for each in held | traced if 0 <= each < _MOST_DEVICES)
     if not devices:
         raise EvidenceError("is a memory snapshot in which no device holds anything", where)
-    _say_what_else(snapshot, out)
     found: list[History] = []
     for device in devices:
         stacks, pools = StackTable(), columns.Pools()
-        trace = columns.events(by_device[device] if device in traced else [], stacks, pools, out.note)
-        at_end = columns.segments(listed, device, stacks, pools, out.note)
+        trace = columns.events(by_device[device] if device in traced else [], stacks, pools, note)
+        at_end = columns.segments(listed, device, stacks, pools, note)
         if not len(trace.action) and not len(at_end.address):
             continue
         rounded = rounding(snapshot.get("allocator_settings"))
         found.append(history(trace, at_end, device, rounded, stacks.stacks))
         if stacks.left_out:
-            out.note("more stack traces than are kept apart; the rest are one", stacks.left_out)
+            note("more stack traces than are kept apart; the rest are one", stacks.left_out)
         if not len(trace.action):
-            out.note(f"device {device}: no trace was recorded, only what was held at the end")
+            note(f"device {device}: no trace was recorded, only what was held at the end", 1)
         elif not found[-1].sound:
-            out.note(f"device {device}: the trace does not account for what was held at the end: it leaves events out")
+            note(f"device {device}: the trace does not account for what was held at the end: it leaves events out", 1)
     if not found:
         raise EvidenceError("is a memory snapshot of which nothing can be read", where)
     return found
 
 
-def _say_what_else(snapshot: dict[Any, Any], out: Run) -> None:
+def _say_what_else(data: Any, out: Run) -> None:
+    if type(data) is not dict:
+        return
+    snapshot = cast("dict[Any, Any]", data)
     settings = snapshot.get("allocator_settings")
     if type(settings) is dict:
         said = {

@@ -48,12 +48,9 @@ class Notes:
     def note(self, text: str, times: int = 1) -> None:
         self.notes[text] = self.notes.get(text, 0) + times
 
-    def manifest(self, fields: Any) -> None:
-        pass
-
 
 def histories_of(data: Any) -> list[History]:
-    return histories(data, Notes())
+    return histories(data, Notes().note)
 
 
 def save(path: Path, data: Any, protocol: int = 4) -> Path:
@@ -493,7 +490,7 @@ class TestAHostileFile:
             for n in range(2000)
         ]
         notes = Notes()
-        [history] = histories({"device_traces": [own]}, notes)
+        [history] = histories({"device_traces": [own]}, notes.note)
         assert len(history.stacks) <= 502
         assert len(history.blocks) == 2000
         assert any("more stack traces" in each for each in notes.notes)
