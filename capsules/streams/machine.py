@@ -195,6 +195,7 @@ class Profile(Record):
     kernels: Count | None = None
     devices: Count | None = None
     profiler: dict[str, bool] | None = None
+    loader: str | None = None
     launches: Count | None = None
     recompiles: Count | None = None
     graph_breaks: Count | None = None

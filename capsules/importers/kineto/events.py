@@ -6,6 +6,7 @@ itself; a piece that is no JSON (a bare NaN, a backslash that escapes nothing) i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -70,6 +71,7 @@ class Event(msgspec.Struct):
 
 _events = msgspec.json.Decoder(list[Event])
 _event = msgspec.json.Decoder(Event)
+_any = json.JSONDecoder()
 
 
 class Trace:
@@ -122,16 +124,16 @@ class Trace:
         if not rest.strip():
             self._source.note("the trace is torn: it ends between two events")
             return
-        for end in islice(_END.finditer(rest), _ENDS):
-            closing = end.end() - 1
-            if (found := _decoded(rest[:closing])) is not None:
-                yield found
-                if not bare:
-                    self.header |= _members(b"{" + rest[closing + 1 :].lstrip().removeprefix(b","))
-                return
-        if not bare:
-            self._source.note("the trace is torn: its last events are missing")
-        yield self._repaired(rest)
+        for mended in (False, True):
+            rest = _mended(rest) if mended else rest
+            for end in islice(_END.finditer(rest), _ENDS):
+                closing = end.end() - 1
+                if (found := _decoded(rest[:closing])) is not None:
+                    yield found
+                    if not bare:
+                        self.header |= _members(b"{" + rest[closing + 1 :].lstrip().removeprefix(b","))
+                    return
+        yield self._repaired(rest, last=not bare)
 
     def _longest(self, part: bytes) -> tuple[list[Event], int]:
         """The events up to the last cut between two of them, and where that is."""
@@ -142,26 +144,30 @@ class Trace:
                     return found, cut
         return (self._repaired(part[: cuts[0]]), cuts[0]) if cuts else ([], 0)
 
-    def _repaired(self, part: bytes) -> list[Event]:
+    def _repaired(self, part: bytes, *, last: bool = False) -> list[Event]:
         """The events of a piece that is no JSON, one by one: those that can be read."""
         part = _mended(part)
-        if (found := _decoded(part)) is not None:
+        if not last and (found := _decoded(part)) is not None:
             return found
         events: list[Event] = []
-        lost, begin = 0, 0
+        lost, begin, closed = 0, 0, False
         for end in [*(each.start() + 1 for each in _BETWEEN.finditer(part)), len(part)]:
             text = part[begin:end].strip().removeprefix(b",").strip()
-            event = _one(text)
-            if event is None and end < len(part) and text.count(b"{") > text.count(b"}") and end - begin < MIB:
-                continue  # the cut lies inside an event: go on to the next one
-            event = event or _one(text[: text.rfind(b"}") + 1])
-            if event is not None:
+            if (event := _one(text)) is not None:
                 events.append(event)
-            elif text.strip(b"] \r\n\t"):
-                lost += 1
+            elif end < len(part) and text.count(b"{") > text.count(b"}") and end - begin < MIB:
+                continue  # the cut lies inside an event: go on to the next one
+            else:
+                found, left, closed = _several(text)
+                events += found
+                lost += left
             begin = end
+            if closed:
+                break
         if lost:
             self._source.note("events were left out: torn, or no JSON", lost)
+        if last and not closed:
+            self._source.note("the trace is torn: its last events are missing")
         return events
 
 
@@ -183,6 +189,22 @@ def _decoded(part: bytes) -> list[Event] | None:
         return _events.decode(b"[" + part.strip().removesuffix(b",") + b"]")
     except (msgspec.DecodeError, RecursionError):
         return None
+
+
+def _several(text: bytes) -> tuple[list[Event], int, bool]:
+    """The events at the beginning of a text, how many others were passed over, and whether the array ends there."""
+    signs, events, lost, at = text.decode("utf-8", "replace"), list[Event](), 0, 0
+    while True:
+        at += len(signs[at:]) - len(signs[at:].lstrip(" \t\r\n,"))
+        if at >= len(signs) or signs[at] == "]":
+            return events, lost, signs[at : at + 1] == "]"
+        try:
+            value, at = _any.raw_decode(signs, at)
+            events.append(msgspec.convert(value, Event))
+        except msgspec.ValidationError:
+            lost += 1
+        except (ValueError, RecursionError):
+            return events, lost + 1, False
 
 
 def _members(text: bytes) -> dict[str, Any]:

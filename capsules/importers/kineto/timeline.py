@@ -63,6 +63,7 @@ class Timeline:
         self.gloo_start, self.gloo_length = array("d"), array("d")
         self.steps: dict[int, tuple[float, float, int]] = {}  # number → start, length, thread
         self.data: list[tuple[float, float, int]] = []
+        self.loader = ""
         self.memory: dict[
             int, tuple[array[float], array[float], array[float]]
         ] = {}  # device → time, allocated, reserved
@@ -164,6 +165,7 @@ class Timeline:
             return True
         if _DATA.search(name) is not None:
             self.data.append((start, length, self._thread(thread)))
+            self.loader = self.loader or name[:_SIGNS]
             return True
         return _RENDEZVOUS.match(name) is not None
 

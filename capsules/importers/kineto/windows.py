@@ -21,6 +21,8 @@ from .timeline import COMMUNICATION, COMPUTE, COPY, Timeline
 SHORT_GAP: Final = 1000.0
 #: Share of the other steps' length below which the last one is no step.
 _EMPTY: Final = 0.1
+#: Share of the busiest device's kernels below which another one is no device of the job.
+_FEW: Final = 0.05
 #: Operations that a record lists, and host operations whose own time is taken apart.
 _TOP, _MOST_OPS = 10, 400_000
 
@@ -44,8 +46,12 @@ class Measured:
         self.length: NDArray[np.float64] = np.array(timeline.length)
         self._kind: NDArray[np.int8] = np.array(timeline.kind)
         self._name: NDArray[np.int32] = np.array(timeline.name)
-        device: NDArray[np.int64] = np.array(timeline.device)
-        self.devices: list[int] = np.unique(device[self._kind != COPY]).tolist() or np.unique(device).tolist()
+        device = _named(np.array(timeline.device, np.int64))
+        numbers, pieces = np.unique(
+            device[self._kind != COPY] if (self._kind != COPY).any() else device, return_counts=True
+        )
+        # A few kernels elsewhere (a context on device 0, a copy between two) make no second device.
+        self.devices: list[int] = numbers[pieces >= _FEW * pieces.max(initial=0)].tolist()
         self._spans = {
             (number, kind): self._covered((device == number) & (self._kind == kind))
             for number in self.devices
@@ -110,6 +116,7 @@ class Measured:
             "step": window.step,
             "window_ms": (window.end - window.begin) / 1e3,
             "data_ms": total(data) / 1e3 if data is not None else None,
+            "loader": self._of.loader or None,
             "sync_ms": total(self._within(self._sync, window)) / 1e3 if len(self._sync) else None,
             "overhead_ms": total(self._within(self._overhead, window)) / 1e3 if len(self._overhead) else None,
             "top": self._top(window),
@@ -178,6 +185,15 @@ class Measured:
             for at in order.tolist()
             if spent[at] > 0
         ]
+
+
+def _named(device: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The device of each piece of work; what names none (−1) ran where most did."""
+    named = device[device >= 0]
+    if not len(named) or len(named) == len(device):
+        return device
+    numbers, pieces = np.unique(named, return_counts=True)
+    return np.where(device >= 0, device, numbers[pieces.argmax()])
 
 
 def _joined(left: Spans, right: Spans) -> Spans:
