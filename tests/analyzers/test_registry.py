@@ -119,6 +119,13 @@ REQUIRED = {
     "memory/logged-tensors",
     "memory/other-process",
     "runtime/job-failed",
+    "distributed/collective-mismatch",
+    "distributed/coverage",
+    "distributed/group-order",
+    "distributed/missing-rank",
+    "distributed/rank-conditional",
+    "distributed/rank-died-first",
+    "distributed/timeout-raised",
 }
 
 

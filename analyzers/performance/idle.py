@@ -1,0 +1,157 @@
+"""Devices that stand idle, in traces and in the logs of monitors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..finding import Evidence, Finding, Where
+from ..registry import NotCaptured, NotJudged, rule
+from . import thresholds as T
+from .traced import Traced, coverage, kind, traced
+
+if TYPE_CHECKING:
+    from ...capsules import Capsule
+
+
+@rule(
+    "performance/gpu-idle",
+    stage="runtime",
+    severity="warning",
+    needs=("records.profile.compute_ms|scalars.gpu_utilization",),
+    explained_by=(
+        "performance/input-bound",
+        "performance/launch-bound",
+        "performance/communication-bound",
+        "distributed/straggler",
+    ),
+    cases=("utilisation-saw-tooth",),
+)
+def gpu_idle(capsule: Capsule) -> Iterator[Finding]:
+    """The device stands idle for half of the time or more, and nothing else explains it.
+
+    What it checks:
+        The steps of traces; where there are none, the utilisation that a monitor logged.
+
+    Why it matters:
+        Half of the device is paid for and not used.
+
+    How it decides:
+        A trace: the device has nothing to do for 50 % of the judged steps, though it neither waits for data nor for
+        launches. A monitor: the utilisation is below 50 % in the mean over 60 s or more, after the idle beginning and
+        end are cut off; a device that was never used is not the job's. Where it swings between below 20 % and above
+        80 %, that is said: something else takes turns with the computation. What that is stays open (undetermined).
+
+    Looks like it but is not:
+        Start-up, evaluation between steps, a job that has ended; the profiler's own time; waiting in a collective,
+        which counts as busy; a device of somebody else.
+
+    What to try next:
+        A trace of a few steps (torch.profiler with CPU and CUDA, schedule and prof.step()): it shows what the host does
+        while the device waits.
+
+    Fix:
+        That of what the trace shows: synchronisations (.item(), printing, checkpoints, metrics) out of the step, input
+        prepared earlier, or a larger batch.
+    """
+    reason: NotJudged | None = None
+    try:
+        found = traced(capsule)
+    except NotJudged as error:
+        found, reason = {}, error
+    idle = [each for each in found.values() if "idle" in each.bottlenecks]
+    if idle:
+        yield _in_trace(capsule, max(idle, key=lambda each: each.share("idle_ms")), found)
+        return
+    if found:
+        return
+    watched = [key for key in capsule.scalar_keys() if key.name == "gpu_utilization"]
+    if not watched and reason is not None:
+        raise reason
+    spans = [span for key in watched if (span := _span(capsule, key.rank, key.side)) is not None]
+    if not spans:
+        raise NotCaptured(f"utilisation with times over {T.IDLE_SECONDS:g} s or more, of a device that the job uses")
+    worst = min(spans, key=lambda each: each.mean)
+    if worst.mean < T.UTILIZATION:
+        yield _in_monitor(capsule, worst, len(spans))
+
+
+def _in_trace(capsule: Capsule, each: Traced, found: dict[int, Traced]) -> Finding:
+    waits = each.share("idle_sync_ms")
+    return Finding(
+        confidence="undetermined",
+        kind=kind(capsule),
+        title="The device stands idle",
+        summary=(
+            f"The device has nothing to do for {each.share('idle_ms'):.0%} of the time of {each.where_from()}, and the "
+            "trace shows no data loading and no launches that would explain it."
+        ),
+        where=Where(step=each.steps[0], rank=each.rank),
+        evidence=(
+            Evidence(name="idle", value=round(each.share("idle_ms"), 4), expected=f"< {T.IDLE}", unit="of the step"),
+            *(
+                [Evidence(name="idle while the host waits for the device", value=round(waits, 4), unit="of the step")]
+                if math.isfinite(waits)
+                else []
+            ),
+            *(one for one in each.evidence() if one.name != "idle"),
+            *coverage(capsule, found),
+        ),
+        next=("the host's thread in the trace, in the longest gap of the device: what does it do there?",),
+    )
+
+
+class _Span:
+    """What a monitor saw of one device while it was in use."""
+
+    def __init__(self, rank: int, value: NDArray[np.float64], time: NDArray[np.float64]) -> None:
+        self.rank, self.value, self.seconds = rank, value, float(time[-1] - time[0])
+        steps = np.diff(time, append=time[-1] + (time[-1] - time[-2]))
+        self.mean = float(np.average(value, weights=np.maximum(steps, 1e-9)))
+
+    @property
+    def teeth(self) -> int:
+        """How often the utilisation rose from low to high."""
+        level = np.where(self.value > T.HIGH, 1, np.where(self.value < T.LOW, -1, 0))
+        level = level[level != 0]
+        return int(((level[1:] == 1) & (level[:-1] == -1)).sum())
+
+
+def _span(capsule: Capsule, rank: int, side: str | None) -> _Span | None:
+    """The utilisation of one device from its first to its last use; None where it is too short, or never used."""
+    series = capsule.scalars("gpu_utilization", rank=rank, side=side)
+    if series.time is None:
+        return None
+    value, time = np.asarray(series.value, np.float64), np.asarray(series.time, np.float64)
+    kept = np.isfinite(value) & np.isfinite(time)
+    order = np.argsort(time[kept], kind="stable")
+    value, time = value[kept][order], time[kept][order]
+    used = np.flatnonzero(value > T.UNUSED)
+    if not len(used):
+        return None
+    value, time = value[used[0] : used[-1] + 1], time[used[0] : used[-1] + 1]
+    if len(value) < T.IDLE_SAMPLES or time[-1] - time[0] < T.IDLE_SECONDS or value.max() > 1:
+        return None
+    return _Span(rank, value, time)
+
+
+def _in_monitor(capsule: Capsule, span: _Span, devices: int) -> Finding:
+    teeth = span.teeth >= T.TEETH
+    shape = f"; it swings from below {T.LOW:.0%} to above {T.HIGH:.0%} {span.teeth} times" if teeth else ""
+    return Finding(
+        confidence="undetermined",
+        kind=kind(capsule),
+        title="The device is used by turns" if teeth else "The device is hardly used",
+        summary=f"Device {span.rank} is in use {span.mean:.0%} of the time over {span.seconds:,.0f} s{shape}.",
+        where=Where(rank=span.rank),
+        evidence=(
+            Evidence(name="gpu_utilization", value=round(span.mean, 4), expected=f"≥ {T.UTILIZATION}", note="mean"),
+            Evidence(name="watched for", value=round(span.seconds, 1), unit="s", note=f"{devices} devices in use"),
+            Evidence(name="rises from low to high", value=span.teeth, expected=f"< {T.TEETH}"),
+        ),
+        next=("a trace of a few steps: torch.profiler with CPU and CUDA, schedule and prof.step()",),
+    )

@@ -1,0 +1,30 @@
+"""Every threshold of the performance rules. Shares are of the time of the steps that are judged."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Windows that are judged: a first one so many times as long as the median of the others is warm-up, and a profiler
+#: that itself took this share of a window measured itself.
+WARM_UP, OVERHEAD = 2.0, 0.1
+#: Number of a step from which on it says something alone.
+SETTLED: Final = 2
+#: performance/input-bound: share of the time in which the device idles while data is loaded, over all steps and in the
+#: median step (one long wait, at the beginning of an epoch, is none).
+INPUT, INPUT_MEDIAN = 0.15, 0.08
+#: performance/communication-bound: share in collectives that no computation hides, on the rank that waits least.
+COMMUNICATION: Final = 0.25
+#: Ranks of which the least waits less than this share of the median wait for one of them: a straggler, not a network.
+WAITING: Final = 0.5
+#: performance/launch-bound: share in short gaps between kernels; kernels a step; mean length of a kernel in µs.
+GAPS, GAP_KERNELS, SHORT_KERNEL = 0.3, 100, 25.0
+#: performance/gpu-idle: share of idle time in a trace that no other rule explains.
+IDLE: Final = 0.5
+#: And of a monitor: utilisation below, for so many seconds with so many samples; below which a device is not the job's.
+UTILIZATION, IDLE_SECONDS, IDLE_SAMPLES, UNUSED = 0.5, 60.0, 10, 0.05
+#: Saw-tooth: utilisation that crosses from below the first to above the second so many times.
+LOW, HIGH, TEETH = 0.2, 0.8, 4
+#: performance/compute-bound: share of the time in which the device computes.
+COMPUTE: Final = 0.8
+#: Operations, and signs of an operation's name, that are shown.
+SHOWN, SIGNS = 3, 120
