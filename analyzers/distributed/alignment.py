@@ -205,7 +205,9 @@ def _edit(
             ("skipped", 0, length, 0),
             ("added", length, 0, 0),
         ]
-        if 1 < length <= min(len(theirs), len(longer)) and Counter(theirs[:length]) == Counter(longer[:length]):
+        if 1 < length <= min(T.LONGEST_EXCHANGE, len(theirs), len(longer)) and Counter(theirs[:length]) == Counter(
+            longer[:length]
+        ):
             tries.append(("exchanged", length, length, length))
         for edit, mine, others, extra in tries:
             made, run = (_run(theirs[mine:], each[others:]) + extra for each in (normal, longer))

@@ -12,7 +12,7 @@ from ..registry import rule
 from ..runtime import SECONDARY
 from . import thresholds as T
 from .diagnosis import Diagnosis, diagnosis
-from .standstill import FOLLOWS, last_exits
+from .standstill import GAVE_UP, STOPPED, last_exits
 from .words import last_step, named_ranks
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _deaths(capsule: Capsule) -> list[Death]:
     found: dict[int, Death] = {}
 
     def take(rank: int, kind: str, words: str, t: Any, step: Any) -> None:
-        if FOLLOWS.search(words) is not None:
+        if GAVE_UP.search(words) is not None or STOPPED.search(words) is not None:
             return
         moment = float(t) if isinstance(t, int | float) and t == t else None
         death = Death(rank, kind, words or kind, moment, step if type(step) is int else None)
@@ -170,12 +170,12 @@ def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any
     """Ranks that wait for a dead one, gave up, or lost a connection, with how that shows."""
     affected: dict[int, str] = {}
     for event in capsule.records("events"):
-        if event.get("kind") == "exception" and FOLLOWS.search(f"{event.get('type')}: {event.get('message')}"):
+        if event.get("kind") == "exception" and GAVE_UP.search(f"{event.get('type')}: {event.get('message')}"):
             affected[event["rank"]] = "raised for a peer that was gone or a call that did not end"
     for rank, end in exits.items():
         if end.get("kind") == "hang":
             affected[rank] = "hung"
-        elif end.get("kind") in ("exception", "signal") and FOLLOWS.search(str(end.get("message") or "")):
+        elif end.get("kind") in ("exception", "signal") and GAVE_UP.search(str(end.get("message") or "")):
             affected[rank] = "raised for a peer that was gone or a call that did not end"
     for event in found.calls.timeouts:
         affected[event["rank"]] = "timed out in a collective"

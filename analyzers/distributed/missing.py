@@ -104,10 +104,10 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     for rank, (own, furthest) in sorted(missing.slow.items())[:4]:
         note = "entered as many calls as the others, and its device finished fewer"
         evidence.append(Evidence(name=f"rank_{rank}_last_completed", value=own, expected=furthest, note=note))
-    if victims := sorted(set(found.state.victims) - set(wait.waiting)):
-        evidence.append(
-            Evidence(name="downstream_victims", value=victims, note="wait for a rank that waits: not at fault")
-        )
+    held = {int(rank) for table in (calls.table, calls.direct) for rank in table.rank[table.pending]}
+    if victims := sorted((held | set(found.state.victims)) - {*wait.waiting, *ranks}):
+        note = "have calls in flight behind those, or wait for a rank that waits: not at fault"
+        evidence.append(Evidence(name="downstream_victims", value=victims, note=note))
     if wait.silent:
         evidence.append(Evidence(name="ranks_without_evidence", value=list(wait.silent), note="cannot be judged"))
     if found.still is not None:

@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from ...capsules import Capsule
 
 #: What a rank says when another one is gone, or did not come: consequences of what happened elsewhere.
-FOLLOWS: Final = re.compile(
+GAVE_UP: Final = re.compile(
     r"timed?[ -]?out|watchdog|heartbeat monitor|connection (?:was )?(?:closed|reset|refused)|broken pipe|peer closed"
     r"|closed by (?:peer|remote)|socket (?:closed|error|timeout)|recv(?:Value|Bytes)? failed|TCPStore"
     r"|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted"
-    r"|NCCL (?:error|operation).{0,80}(?:abort|remote)|SIGTERM|signal 15|op\.preamble"
+    r"|NCCL (?:error|operation).{0,80}(?:abort|remote)|op\.preamble"
     r"|Detected mismatch between collectives|collective operation|failed to pass monitoredBarrier",
     re.IGNORECASE,
 )
+#: What a rank says that the launcher, the scheduler or a person ended.
+STOPPED: Final = re.compile(r"SIGTERM|signal 15|KeyboardInterrupt|SIGINT|SIGUSR|SIGHUP", re.IGNORECASE)
 #: Ends of a process that others wait for in vain.
 _ENDED = ("ok", "oom", "exception", "signal")
 #: Triggers by which a person, or the scheduler, asked for the evidence.
@@ -69,7 +71,11 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     held = {rank for wait in state.waits for rank in wait.waiting}
     if lost := sorted(held & _lost(capsule, exits)):
         return Standstill(f"{named_ranks(lost)} gave up in a call that did not end", sure=True)
-    ended = {rank for rank, each in exits.items() if each.get("kind") in _ENDED}
+    ended = {
+        rank
+        for rank, each in exits.items()
+        if each.get("kind") in _ENDED and STOPPED.search(str(each.get("message") or "")) is None
+    }
     if gone := sorted(ended & {*state.culprits, *_absent(state)} - held):
         return Standstill(f"{named_ranks(gone)} ended while others were in a call", sure=True)
     if (
@@ -100,7 +106,7 @@ def _lost(capsule: Capsule, exits: dict[int, dict[str, Any]]) -> set[int]:
         for each in capsule.records("events")
         if each.get("kind") == "exception"
     ]
-    return {rank for rank, words in said if FOLLOWS.search(words) is not None}
+    return {rank for rank, words in said if GAVE_UP.search(words) is not None}
 
 
 def _absent(state: Waiting) -> set[int]:

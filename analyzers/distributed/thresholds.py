@@ -2,8 +2,8 @@
 
 #: Ranks that must have made a call for a majority among them to decide which is the deviating one.
 DECIDING_RANKS = 3
-#: Calls that one rank may have skipped, or made in addition, in one place.
-LONGEST_EDIT = 64
+#: Calls that one rank may have skipped, or made in addition, in one place; and that it may have exchanged.
+LONGEST_EDIT, LONGEST_EXCHANGE = 64, 4
 #: Calls behind the first difference that are compared to tell a skipped call from another one.
 COMPARED = 256
 #: Calls of the common history by which a continuation that nobody has made yet is foretold.
@@ -56,19 +56,21 @@ WARM_UP_STEPS, STEPS_READ = 3, 2000
 #: so many more for a scatter as large as they are.
 FEWEST_PIECES, NOISY_PIECES, PIECES_PER_NOISE = 3, 12, 36
 #: Fewest calls of all ranks, and pieces they are cut into; quantile of a rank's distance that is its clock's.
-FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 6, 40, 0.05
+FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 4, 40, 0.05
 #: Steps, and share and seconds of a step, from which on a loss that moves from rank to rank is worth a remark.
 TURNS, TURNS_SHARE, TURNS_SECONDS = 20, 0.3, 0.02
 
 #: distributed/gradient-scale: share by which norms of one gradient differ on replicas at most; steps that must differ
 #: (fewer where there are fewer); share beyond the mean of the local norms; share by which norms of equal ones differ.
 SAME_NORM, NORM_STEPS, BEYOND_MEAN, EQUAL_NORM = 1e-3, 2, 0.01, 1e-4
-#: Share of the steps at which a scale must show.
-MOST_OF_STEPS = 0.5
+#: Share of the steps at which a scale must show, and fewest of them where not every rank's norm is known.
+MOST_OF_STEPS, RATIO_STEPS = 0.5, 5
+#: Share beyond the local norms where only some are known; part of 1/√W, the length of a mean of unrelated gradients.
+BEYOND_SOME, UNRELATED = 0.2, 0.75
 
 #: distributed/unwaited-buffer: calls that a rank makes later, where steps are not known, from which on a wait is no
-#: longer to come.
-CALLS_LATER = 64
+#: longer to come (the recorder says "not waited" once the handle is gone).
+CALLS_LATER = 1
 
 #: distributed/scaling: efficiency; share by which throughputs differ at most that may be of one rank each; share of the
 #: proportional growth of the global batch; share of communication in a step.
