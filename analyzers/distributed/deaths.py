@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..runtime import SECONDARY
 from . import thresholds as T
+from .collectives import call_site
 from .diagnosis import Diagnosis, diagnosis
 from .standstill import GAVE_UP, STOPPED, last_exits
 from .words import last_step, named_ranks
@@ -34,13 +35,18 @@ _GONE: Final = re.compile(
 
 @dataclass(frozen=True)
 class Death:
-    """How one rank ended by itself: kind (oom, exception, signal), words, Unix seconds where known, step."""
+    """How one rank ended by itself: kind (oom, exception, signal), words, Unix seconds where known, step, call site.
+
+    ``silent``: it left no word, and is known by what others say.
+    """
 
     rank: int
     kind: str
     words: str
     t: float | None
     step: int | None
+    site: tuple[str, ...] = ()
+    silent: bool = False
 
 
 @rule(
@@ -84,18 +90,18 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     affected = _affected(capsule, found, exits, {each.rank for each in deaths})
     gave_up = _first_timeout(found)
     own = [each for each in deaths if each.t is None or gave_up is None or each.t <= gave_up + T.CLOCK_S]
-    if (
-        not own
-        or not affected
-        or len({each.rank for each in own}) * 2 > max(2, len(known | set(range(found.calls.world))))
-    ):
+    everyone = len(known | set(range(found.calls.world)))
+    if not own or not affected or 2 * len({each.rank for each in own}) > max(2, everyone):
         return
     first = min(own, key=lambda each: (each.t is None, each.t or 0.0, each.rank))
     if first.kind != "oom" and (found.circles or any(not each.ended for each in found.partings)):
         return  # Gloo ends a rank, and mostly an innocent one, where calls of two sizes meet
     also = sorted({each.rank for each in own} - {first.rank})
     words = {"oom": "ran out of memory", "signal": "was killed", "exception": "raised"}[first.kind]
-    shown = first.words[:160]
+    shown, at = first.words[:160], f" at {first.site[0]}" if first.site else ""
+    # Where two sizes meet Gloo ends a rank before its call is on record; of two ranks nobody is left to show that.
+    unsure = first.silent and len(known) < T.DECIDING_RANKS
+    open_ = ", or it was ended where its call met another one" if unsure else ""
     evidence = [
         Evidence(name=f"rank_{first.rank}_ended", value=first.kind, expected="ok", note=first.words[:300]),
         Evidence(name="affected_ranks", value=sorted(affected), note="; ".join(sorted(set(affected.values())))[:300]),
@@ -103,12 +109,18 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     if first.t is not None and gave_up is not None:
         note = "from that end to the first time-out"
         evidence.append(Evidence(name="seconds_before", value=round(gave_up - first.t, 3), unit="s", note=note))
+    if first.site:
+        evidence.append(Evidence(name="raised_at", value=first.site[0], note=" < ".join(first.site[1:4])))
     if also:
         evidence.append(Evidence(name="other_ends", value=also, note="later, or of unknown time"))
     yield Finding(
         title=f"Rank {first.rank} {words} first",
-        summary=f"Rank {first.rank} {words} ({shown}); {named_ranks(affected)} only waited for it or lost it.",
-        where=Where(step=first.step if first.step is not None else last_step(capsule), rank=first.rank),
+        summary=f"Rank {first.rank} {words} ({shown}){at}; {named_ranks(affected)} only waited for it or lost it"
+        f"{open_}.",
+        confidence="undetermined" if unsure else "likely",
+        where=Where(
+            step=first.step if first.step is not None else last_step(capsule), rank=None if unsure else first.rank
+        ),
         evidence=tuple(evidence),
         cause=f"rank {first.rank} {words}; what the other ranks say follows from it",
         next=(f"read the log of rank {first.rank} up to its end",),
@@ -120,18 +132,16 @@ def _deaths(capsule: Capsule) -> list[Death]:
     """Ends of ranks that are no answer to another rank's end, one a rank, the earliest first in time."""
     found: dict[int, Death] = {}
 
-    def take(rank: int, kind: str, words: str, t: Any, step: Any) -> None:
+    def take(rank: int, kind: str, words: str, t: Any, step: Any, site: tuple[str, ...] = ()) -> None:
         if GAVE_UP.search(words) is not None or STOPPED.search(words) is not None:
             return
         moment = float(t) if isinstance(t, int | float) and t == t else None
-        death = Death(rank, kind, words or kind, moment, step if type(step) is int else None)
+        death = Death(rank, kind, words or kind, moment, step if type(step) is int else None, site)
         known = found.get(rank)
         if known is None or (known.kind == "exception" and kind == "oom"):
             found[rank] = death
         elif known.t is None and moment is not None:
-            found[rank] = Death(
-                rank, known.kind, known.words, moment, known.step if known.step is not None else death.step
-            )
+            found[rank] = replace(known, t=moment, step=known.step if known.step is not None else death.step)
 
     for event in capsule.records("events"):
         kind, rank, step = event.get("kind"), event["rank"], event.get("step")
@@ -141,7 +151,8 @@ def _deaths(capsule: Capsule) -> list[Death]:
         elif kind == "exception" and event.get("type") not in SECONDARY:
             name = str(event.get("type") or "exception")
             out = "OutOfMemory" in name or "out of memory" in message
-            take(rank, "oom" if out else "exception", f"{name}: {message}".rstrip(": "), event.get("t"), step)
+            words = f"{name}: {message}".rstrip(": ")
+            take(rank, "oom" if out else "exception", words, event.get("t"), step, call_site(event))
         elif kind == "log" and event.get("level") in ("error", "critical", "fatal") and _FATAL_LINE.search(message):
             out = "out of memory" in message.lower() or "oom" in message.lower()
             take(rank, "oom" if out else "signal", message, event.get("t"), step)
@@ -149,8 +160,8 @@ def _deaths(capsule: Capsule) -> list[Death]:
         kind, message = end.get("kind"), str(end.get("message") or "")
         if kind in ("oom", "exception", "signal") and not message.startswith(tuple(SECONDARY)):
             take(rank, kind, message or str(kind), end.get("t"), None)
-    if (silent := _silently(capsule)) is not None:
-        take(silent[0], "signal", silent[1], None, None)
+    if (silent := _silently(capsule)) is not None and silent[0] not in found:
+        found[silent[0]] = Death(silent[0], "signal", silent[1], None, None, silent=True)
     return list(found.values())
 
 

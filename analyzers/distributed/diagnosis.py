@@ -267,7 +267,7 @@ def _too_late(known: Calls, wait: Wait, exits: dict[int, dict[str, Any]]) -> Mis
         return None
     by = min(entered[rank] for rank in late) - first
     found = Wait(wait.group, wait.seq, others, late, (), rows[others[0]])
-    return Missing(found, late, len(others) > len(late), UNKNOWN, 0, {}, late=by)
+    return Missing(found, late, len(others) >= len(late), UNKNOWN, 0, {}, late=by)
 
 
 # -- circles

@@ -73,6 +73,25 @@ class TestDeaths:
         assert (missing.rule, missing.kind, missing.caused_by) == (MISSING, "consequence", DIED)
         assert value(missing, "missing_ranks") == [2]
 
+    def test_the_line_that_raised_is_named(self, build: Any) -> None:
+        frames = [{"name": "load", "file": "data.py", "line": 31}, {"name": "main", "file": "train.py", "line": 9}]
+        raised = {"kind": "exception", "type": "ValueError", "message": "sample 17", "frames": frames, "t": T0 + 1}
+        exits = [ended("exception", 2.0, PEER), ended("exception", 2.0, PEER), ended("exception", 1.0, "ValueError")]
+        died = loud(build(job(exits, [raised | {"rank": 2}])))[0]
+        assert (died.where.rank, value(died, "raised_at")) == (2, "data.py:31 in load")
+        assert "data.py:31" in died.summary
+
+    def test_of_two_ranks_one_that_vanished_is_not_accused(self, build: Any) -> None:
+        played = play(same(2), stuck=lambda rank, at: rank == 0 and at >= 8)
+
+        def fill(w: Any) -> None:
+            for rank, end in enumerate([None, ended("exception", 1.0, PEER)]):
+                w.records("collectives", played.calls[rank], rank=rank)
+                w.record("ranks", {"steps": 2} | ({"exit": end} if end else {}), rank=rank)
+
+        found = loud(build(fill))
+        assert {(each.confidence, each.where.rank) for each in found} == {("undetermined", None)}
+
     def test_a_process_that_was_killed_without_a_word_is_the_one_the_others_lost(self, build: Any) -> None:
         exits = [ended("exception", 1.0, PEER), ended("exception", 1.0, PEER), None, ended("exception", 1.1, PEER)]
         died, missing = loud(build(job(exits)))
