@@ -45,9 +45,9 @@ def unwaited_buffer(capsule: Capsule) -> Iterator[Finding]:
         result depends on timing, is right in a debugger and wrong at scale, and no error is raised.
 
     How it decides:
-        Confirmed: the buffer was used before the wait. Likely: work on another stream without an event. Undetermined: a
-        handle that nobody waited for although the rank went on to later steps or calls of other kinds; nothing then
-        shows whether the values were used too early. One finding a call site, with the number of calls.
+        Confirmed: the buffer was used before the wait. Likely: work on another stream without an event, and a handle
+        that nobody waited for although the rank went on to later steps or calls; whether the values were used too early
+        then depends on the timing. One finding a call site, with the number of calls.
 
     Looks like it but is not:
         Calls that still ran when the recording ended; a barrier that is fired and forgotten; calls of DDP, FSDP and
@@ -109,7 +109,7 @@ def _fault(record: Record, ends: Mapping[int, tuple[int, int]]) -> str | None:
         return "reused"
     if record.get("op") in _NOTHING_TO_READ or _of_library(record):
         return None
-    if record.get("stream_synced") is False and record.get("waited") is not True:
+    if record.get("stream_synced") is False:
         return "stream"
     if record.get("waited") is not False or record.get("stream_synced") is True:
         return None
@@ -160,7 +160,7 @@ def _finding(fault: str, op: str, site: str, calls: list[Record], asynchronous: 
     field = {"reused": "buffer_reused_before_wait", "stream": "stream_synced", "unwaited": "waited"}[fault]
     return Finding(
         severity="critical" if fault == "reused" else "warning",
-        confidence={"reused": "confirmed", "stream": "likely", "unwaited": "undetermined"}[fault],  # type: ignore[arg-type]
+        confidence={"reused": "confirmed", "stream": "likely", "unwaited": "likely"}[fault],  # type: ignore[arg-type]
         title=title,
         summary=(
             f"Rank {first['rank']}, {which}{f', step {step}' if step is not None else ''}{at}: {words} "
@@ -179,7 +179,7 @@ def _finding(fault: str, op: str, site: str, calls: list[Record], asynchronous: 
         cause={
             "reused": "the buffer was read or written while the collective could still be running",
             "stream": "the collective runs on a stream of its own and no event makes its readers wait",
-            "unwaited": None,
+            "unwaited": "its handle was dropped: the result may be used before it is there",
         }[fault],
         next=("wait directly after the call and see whether the numbers become repeatable",),
         fix=("wait for the handle before the buffer is touched", "a second buffer for what goes on meanwhile"),

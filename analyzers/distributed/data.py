@@ -107,9 +107,12 @@ def _rows(capsule: Capsule, where: Layout, key: str) -> dict[int, dict[int, list
             if event.get("kind") == "step_begin":
                 add(event["rank"], event.get("step"), event.get("batch_sha256"))
         return found
+    order: Counter[int] = Counter()  # where no step is known, the n-th sample of each rank
     for record in capsule.records("samples"):
         if record.get("split") in (None, "train"):
-            add(record["rank"], record.get("step"), record.get(key))
+            step = record.get("step")
+            add(record["rank"], order[record["rank"]] if step is None else step, record.get(key))
+            order[record["rank"]] += 1
     if key == "sha256" and not found:
         for batch in capsule.batches()[: T.BATCHES_READ]:
             ids = batch.input_ids if batch.split in (None, "train") else None

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 #: Statistics that each rank takes of its own batch between two synchronisations.
 _RUNNING = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)$")
+#: States of generators.
+_RANDOM = re.compile(
+    r"(?:^|[._/])(?:rng(?:_state)?|torch|numpy|python|cuda|random_state)(?:$|[._/:]?\d*$)", re.IGNORECASE
+)
 #: Parameters of experts, of which each rank of an expert-parallel group has its own.
 _EXPERT = re.compile(r"(?:^|[._])(?:experts?|moe|local_experts)(?:[._]|$)")
 #: Ways of training that let replicas part between two averages.
@@ -101,11 +105,18 @@ def _digests(capsule: Capsule, kind: str) -> Digests:
         for record in capsule.records("checksums"):
             name, digest, step = record.get("name"), record.get("sha256"), record.get("step")
             if name and digest and not record.get("side"):
-                steps = read.setdefault(record.get("kind") or "parameter", {})
+                steps = read.setdefault(record.get("kind") or _kind(name), {})
                 names = steps.setdefault(step if isinstance(step, int) else 0, {})
                 names.setdefault(name, {})[record["rank"]] = digest
         kinds = _DIGESTS[capsule] = dict(read)
     return kinds.get(kind, {})
+
+
+def _kind(name: str) -> str:
+    """What a tensor is by its name, where the record does not say."""
+    if _RUNNING.search(name):
+        return "buffer"
+    return "rng" if _RANDOM.search(name) else "parameter"
 
 
 def _compared(digests: Digests, where: Layout) -> dict[int, dict[str, dict[tuple[int, int], dict[int, str]]]]:

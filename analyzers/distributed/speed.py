@@ -15,7 +15,7 @@ from ..registry import NotCaptured, rule
 from ..series import curve, spread
 from . import thresholds as T
 from .layout import Layout, hosts, layout
-from .timing import Timing, last_arrivals, timings
+from .timing import ARRIVALS, Timing, last_arrivals, steady_lag, timings
 from .words import named_ranks
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         for input is judged by itself, too, from 20 % of the step on. Three steps are enough where the times
         of the others are steady, twelve where they scatter by a quarter of their size. The share of calls to which it
         came last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank
-        to rank: that is work of unequal length, no slow rank.
+        to rank: that is work of unequal length, no slow rank. Undetermined where a rank only queues its calls after
+        all others: its host may run less far ahead, and no device wait.
 
     Looks like it but is not:
         Ranks that wait: they show the longest times in collectives. Warm-up, one slow step for a checkpoint or an
@@ -67,10 +68,10 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         loader workers, or data near the node.
     """
     where = layout(capsule)
-    looked = False
+    looked = queued = False
     taking_turns: Finding | None = None
     for timing in timings(capsule):
-        looked = True
+        looked, queued = True, queued or timing.source == ARRIVALS
         slow = _slow(timing, where)
         if slow is not None:
             yield _finding(capsule, timing, slow)
@@ -80,6 +81,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         raise NotCaptured("times of at least two ranks")
     if taking_turns is not None:
         yield taking_turns
+    elif queued and (lag := steady_lag(capsule)) and lag[1] >= max(T.LAG_SECONDS, T.LOST_SHARE * lag[2]):
+        yield _lagging(*lag)
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,25 @@ def _finding(capsule: Capsule, timing: Timing, slow: _Slow) -> Finding:
             if slow.inputs
             else "replace or repair the device, or take the extra work off this rank",
         ),
+    )
+
+
+def _lagging(rank: int, lag: float, between: float, calls: int) -> Finding:
+    """A rank whose calls are queued later than all others': slow, or its host's thread is only less far ahead."""
+    return Finding(
+        confidence="undetermined",
+        title="A rank comes last to nearly every collective",
+        summary=(
+            f"Rank {rank} makes its calls {_ms(lag)} after the others, in nearly all of {calls} calls, {_ms(between)} "
+            "apart. Whether their devices wait for it, or only its host runs less far ahead, the calls do not show."
+        ),
+        where=Where(rank=rank),
+        evidence=(
+            Evidence(name="distance from the others", value=lag, expected=f"< {T.LAG_SECONDS:g}", unit="s"),
+            Evidence(name="time between calls", value=between, unit="s"),
+            Evidence(name="calls", value=calls),
+        ),
+        next=("a trace of this rank and of another: time inside the collectives' kernels decides",),
     )
 
 

@@ -57,6 +57,8 @@ WARM_UP_STEPS, STEPS_READ = 3, 2000
 FEWEST_PIECES, NOISY_PIECES, PIECES_PER_NOISE = 3, 12, 36
 #: Fewest calls of all ranks, and pieces they are cut into; quantile of a rank's distance that is its clock's.
 FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 4, 40, 0.05
+#: Share of calls, fewest of them, and seconds, by which a rank that queues its calls after all others is worth a look.
+LAGGING, FEWEST_LAGGING, LAG_SECONDS = 0.9, 10, 0.02
 #: Steps, and share and seconds of a step, from which on a loss that moves from rank to rank is worth a remark.
 TURNS, TURNS_SHARE, TURNS_SECONDS = 20, 0.3, 0.02
 

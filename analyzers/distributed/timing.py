@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ByRank = dict[int, float]
 
+ARRIVALS = "arrivals at the same calls"
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -234,7 +236,7 @@ def _arrivals(capsule: Capsule) -> Timing | None:
         taken = np.maximum(0.0, times[piece] - begun)
         own[piece] = dict(zip(ranks, taken.tolist(), strict=True))
         whole[piece] = float(taken.max())
-    return Timing("arrivals at the same calls", own, whole, steps=False)
+    return Timing(ARRIVALS, own, whole, steps=False)
 
 
 def on_one_clock(capsule: Capsule, ranks: Sequence[int], times: Any) -> Any:
@@ -288,6 +290,26 @@ def last_arrivals(capsule: Capsule) -> tuple[dict[int, int], int]:
     times = np.array([[made[call][rank].created for rank in ranks] for call in chain])
     last = on_one_clock(capsule, ranks, times).argmax(axis=1)
     return {rank: int((last == at).sum()) for at, rank in enumerate(ranks)}, len(chain)
+
+
+def steady_lag(capsule: Capsule) -> tuple[int, float, float, int] | None:
+    """The rank that comes last to nearly all calls of its group, though calls are only queued.
+
+    Returns:
+        The rank, its median distance from the others and the median distance of two calls in seconds, and the number
+        of calls; None where there is no such rank, or the clocks cannot be compared.
+    """
+    made = _made(capsule)
+    ranks, chain = _chain(made)
+    if len(chain) < T.FEWEST_LAGGING or len(ranks) < 2 or not any(_clocks(capsule, ranks)):
+        return None
+    times = on_one_clock(capsule, ranks, np.array([[made[call][rank].created for rank in ranks] for call in chain]))
+    last = times.argmax(axis=1)
+    at = int(np.bincount(last, minlength=len(ranks)).argmax())
+    if float((last == at).mean()) < T.LAGGING:
+        return None
+    others = np.median(np.delete(times, at, axis=1), axis=1)
+    return ranks[at], float(np.median(times[:, at] - others)), float(np.median(np.diff(times.max(axis=1)))), len(chain)
 
 
 def _reported(capsule: Capsule) -> Timing | None:

@@ -211,19 +211,21 @@ class TestCalls:
 
             assert [each.where.rank for each in said(STRAGGLER, fill)] == [1]
 
-    def test_a_thread_that_queues_calls_later_delays_nobody(self, said: Any) -> None:
-        """NCCL: times of creation are those of the host, which runs ahead; rank 3's lags by a steady 30 ms."""
+    @pytest.mark.parametrize(("lag", "open_"), [(0.005, False), (0.03, True)])
+    def test_a_thread_that_queues_calls_later_may_delay_nobody(self, said: Any, lag: float, open_: bool) -> None:
+        """NCCL: times of creation are those of the host, which runs ahead; rank 3's lags steadily."""
 
         def fill(w: Any) -> None:
             for rank in range(4):
                 rows = [
-                    {"group": "0", "seq": k + 1, "order": k, "t_created": 1000 + 0.04 * k + 0.03 * (rank == 3)}
+                    {"group": "0", "seq": k + 1, "order": k, "t_created": 1000 + 0.04 * k + lag * (rank == 3)}
                     for k in range(60)
                 ]
                 w.records("collectives", rows, rank=rank)
                 w.record("ranks", {"host": "node0"}, rank=rank)
 
-        assert said(STRAGGLER, fill) == []
+        found = said(STRAGGLER, fill)
+        assert [(each.confidence, each.where.rank) for each in found] == [("undetermined", 3)] * open_
 
 
 class TestMegatron:

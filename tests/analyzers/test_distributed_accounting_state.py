@@ -353,6 +353,26 @@ class TestGradients:
         (found,) = said(GRADIENTS, norms(drawn.local, drawn.times(0.5)), FOUR)
         assert "root" in found.cause
 
+    def test_gradients_divided_once_too_often_are_shorter_than_unrelated_ones(self, said: Any) -> None:
+        drawn = Gradients(0.3)
+        (found,) = said(GRADIENTS, norms(drawn.local, drawn.times(0.25)), FOUR)
+        assert (found.title, found.confidence) == ("Gradients are divided once too often", "likely")
+
+    def test_one_rank_is_enough_for_a_large_ratio(self, said: Any) -> None:
+        def only(rank: int, factor: float) -> Any:
+            def fill(w: Any) -> None:
+                own = [1.0 + 0.1 * (step % 3) for step in range(20)]
+                w.scalars("grad_norm_local", step=list(range(20)), value=own, rank=rank)
+                w.scalars("grad_norm_reduced", step=list(range(20)), value=[factor * each for each in own], rank=rank)
+
+            return fill
+
+        (found,) = said(GRADIENTS, only(0, 4.0), FOUR)
+        assert "summed" in found.cause
+        assert said(GRADIENTS, only(0, 0.25), FOUR)[0].title == "Gradients are divided once too often"
+        for factor in (1.0, 0.8, 0.5, 0.45, 1.1):
+            assert said(GRADIENTS, only(0, factor), FOUR) == []
+
     def test_nothing_was_reduced(self, said: Any) -> None:
         drawn = Gradients(0.3)
         (found,) = said(GRADIENTS, norms(drawn.local, drawn.local), FOUR)
@@ -427,9 +447,11 @@ class TestBuffers:
         (found,) = said(BUFFER, asynchronous(waited=False, stream_synced=False))
         assert (found.confidence, found.severity) == ("likely", "warning")
 
-    def test_a_handle_that_nobody_waits_for_is_open(self, said: Any) -> None:
+        assert said(BUFFER, asynchronous(waited=True, stream_synced=False))  # for another stream than the reader's
+
+    def test_a_handle_that_nobody_waits_for(self, said: Any) -> None:
         (found,) = said(BUFFER, asynchronous(waited=False))
-        assert (found.confidence, found.cause) == ("undetermined", None)
+        assert (found.confidence, found.severity, len(found.evidence)) == ("likely", "warning", 3)
 
     @pytest.mark.quiet(BUFFER)
     def test_waits_events_and_calls_of_libraries(self, said: Any) -> None:
