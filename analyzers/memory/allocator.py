@@ -13,7 +13,7 @@ import numpy as np
 
 from ...capsules.allocator import ALLOC, CATEGORIES, Array, Blocks, History, Stacks
 from ...capsules.errors import EvidenceError
-from .thresholds import GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
+from .thresholds import FEW_STEPS, GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -136,7 +136,7 @@ def steps(history: History, at: int) -> Steps:
     for signs, known_by in ((stepping, "the optimizer's stacks"), (calling, "the calls of backward")):
         inside = signs[stack]
         marks = places[inside & ~np.append(False, inside[:-1])[: len(inside)]]
-        if len(marks) >= GROWTH_STEPS:
+        if len(marks) >= FEW_STEPS:
             return Steps(marks, known_by, guessed=False)
     return Steps(_rhythm(history, places, stack, at), "the rhythm of the trace", guessed=True)
 
@@ -170,11 +170,11 @@ class Growth:
 
     Attributes:
         stack: number of the stack.
-        count, size: its live blocks that were made while it grew, and their bytes.
+        count, size: its live blocks, and their bytes.
         typical: the usual size of one block.
         alike: share of blocks that have it.
         a_step: blocks that come with each step of growth.
-        first_step, steps: when it began, and the number of steps in which it grew.
+        steps: the number of steps in the trace in which it grew.
         known_by: how the steps are known.
         sure: neither are the steps guessed nor may the stack be one that is meant to keep what it makes.
     """
@@ -185,7 +185,6 @@ class Growth:
     typical: int
     alike: float
     a_step: float
-    first_step: int
     steps: int
     known_by: str
     sure: bool
@@ -216,7 +215,6 @@ def growth(history: History) -> tuple[Growth, ...]:
 
 def _growing(history: History, at: int) -> Iterator[Growth]:
     live = history.live(at)
-    live = live.where(live.born >= history.prologue)
     # Without stacks, blocks of one size stand for what one line of code makes.
     key = np.where(live.stack > 0, live.stack << 44, live.size)
     keys, which, count = np.unique(key, return_inverse=True, return_counts=True)
@@ -224,8 +222,6 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
     if not len(many):
         return
     passed = steps(history, at)
-    if len(passed) < GROWTH_STEPS:
-        return
     every = history.blocks
     for each in many[np.argsort(-count[many], kind="stable")][:_MOST_STACKS].tolist():
         mine = live.where(which == each)
@@ -233,10 +229,9 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
         if passed.guessed and _keeps(history, stack):
             continue
         same = every.where((every.stack == stack) & ((every.size == int(keys[each])) | (stack > 0)))
-        found = _steady(mine, same, passed)
-        if found is None:
+        grown = _steady(mine, same, passed, history.prologue)
+        if grown is None:
             continue
-        first, grown = found
         typical = int(np.median(mine.size))
         category = history.stacks.category_of(stack)
         enough = not passed.guessed or (len(mine) >= GUESSED_BLOCKS and category == "unknown" and stack > 0)
@@ -246,8 +241,7 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
             size=int(mine.size.sum()),
             typical=typical,
             alike=float((mine.size == typical).mean()),
-            a_step=len(mine) / grown,
-            first_step=first,
+            a_step=int((mine.born >= history.prologue).sum()) / grown,
             steps=grown,
             known_by=passed.known_by,
             sure=enough and not _stores(history, stack),
@@ -267,14 +261,19 @@ def _stores(history: History, stack: int) -> bool:
     return any(_STORES.search(name) or _STORES.search(file) for name, file in own)
 
 
-def _steady(mine: Blocks, same: Blocks, passed: Steps) -> tuple[int, int] | None:
-    """(first step, steps with growth) where blocks come evenly, step after step, to the end; else None.
+def _steady(mine: Blocks, same: Blocks, passed: Steps, prologue: int) -> int | None:
+    """The steps in which blocks come, evenly, step after step, to the end; None where they do not.
 
-    ``mine`` are the blocks that are live at the end, ``same`` all that their stack ever made.
+    ``mine`` are the blocks that are live at the end, ``same`` all that their stack ever made. A trace of a few steps
+    will do where blocks from before it stand for the others.
     """
-    step = np.searchsorted(passed.marks, mine.born, side="right")
+    fresh = mine.where(mine.born >= prologue)
+    step = np.searchsorted(passed.marks, fresh.born, side="right")
     grown, births = np.unique(step, return_counts=True)
-    if len(grown) < GROWTH_STEPS:
+    if len(grown) < FEW_STEPS:
+        return None
+    before = (len(mine) - len(fresh)) / float(np.median(births))
+    if len(grown) < GROWTH_STEPS and (passed.guessed or len(grown) + before < GROWTH_STEPS):
         return None
     gaps = np.diff(grown)
     usual = float(np.median(gaps))
@@ -284,8 +283,8 @@ def _steady(mine: Blocks, same: Blocks, passed: Steps) -> tuple[int, int] | None
     if births[-half:].sum() < STILL_GROWING * births[:half].sum() or births.max() > 0.5 * births.sum():
         return None
     # A window of the last losses gets a block and gives one back: what was there when these came must still be.
-    begun, now = int(mine.born.min()), int(mine.born.max())
+    begun, now = int(fresh.born.min()), int(fresh.born.max())
     given_back = int(((same.born < begun) & (same.freed > begun) & (same.freed <= now)).sum())
-    if given_back > (1 - NET_GROWTH) * len(mine):
+    if given_back > (1 - NET_GROWTH) * len(fresh):
         return None
-    return int(grown[0]), len(grown)
+    return len(grown)

@@ -52,8 +52,9 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
         Such a job dies after hours, at a line that has nothing to do with it, and a larger device only postpones that.
     How it decides:
         Trace: a stack gets new blocks in at least 8 steps, evenly, to the end, and gives fewer than a fifth of them
-        back. Steps are known by the optimizer's stacks or the calls of backward (likely); where only the trace's
-        rhythm shows them it is undetermined, unless the stack is no part of a forward pass and holds 32 blocks.
+        back; 3 steps will do where blocks from before the trace stand for the others. Steps are known by the
+        optimizer's stacks or the calls of backward (likely); where only the trace's rhythm shows them it is
+        undetermined, unless the stack is no part of a forward pass and holds 32 blocks.
         Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
         more than a quarter of it; it may fall back at the ends of epochs (likely).
     Looks like it but is not:

@@ -45,11 +45,11 @@ def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
         .detach() what is kept, or .item() where one number is wanted (every so many steps: it waits for the device).
     """
     traced = histories(capsule)
-    for rank, history in traced.items():
-        kept = [each for each in growth(history) if _is_logged(each)]
-        if kept:
-            yield _growing(history, rank, max(kept, key=lambda each: (each.sure, each.count)))
-            return  # the ranks of one job run one program
+    grown = {rank: kept for rank, history in traced.items() if (kept := list(filter(_is_logged, growth(history))))}
+    for rank, kept in grown.items():
+        most = max(kept, key=lambda each: (each.sure, each.count))
+        yield _growing(traced[rank], rank, most, len(grown))
+        return  # the ranks of one job run one program
     short = {rank: history for rank, history in traced.items() if not long_enough(history)}
     for rank, history in short.items():
         if (found := _many(history)) is not None:
@@ -63,7 +63,7 @@ def _is_logged(each: Growth) -> bool:
     return each.typical <= LOGGED_BYTES and each.a_step <= LOGGED_A_STEP and each.alike >= LOGGED_ALIKE
 
 
-def _growing(history: History, rank: int, each: Growth) -> Finding:
+def _growing(history: History, rank: int, each: Growth, ranks: int) -> Finding:
     place = own_frame(history, each.stack)
     return Finding(
         confidence="likely" if each.sure else "undetermined",
@@ -71,7 +71,8 @@ def _growing(history: History, rank: int, each: Growth) -> Finding:
         summary=(
             f"{each.count:,} live blocks of {gib(each.typical)} ({gib(each.size)} in all) come from {place}: "
             f"{each.a_step:.3g} a step over {each.steps:,} steps, and none is given back."
-        ),
+        )
+        + (f" {ranks} ranks do the same." if ranks > 1 else ""),
         where=Where(rank=rank),
         evidence=(
             *growth_evidence(history, each),

@@ -12,8 +12,8 @@ OTHERS_SHARE, OTHERS_BYTES = 0.05, 1 << 30
 MOSTLY_OUTSIDE = 0.5
 
 # Growth. Steps over which something grows before it is no warm-up, and blocks of one stack where the steps are only
-# guessed from the trace.
-GROWTH_STEPS, GUESSED_BLOCKS = 8, 32
+# guessed from the trace. Fewer will do where blocks from before the trace stand for the others.
+GROWTH_STEPS, GUESSED_BLOCKS, FEW_STEPS = 8, 32, 3
 #: Gap between two steps of growth, as a multiple of the usual one, beyond which it comes in bouts or has ended.
 GROWTH_GAP = 3
 #: Births in the later half beside the earlier half, below which a cache fills up.
@@ -54,3 +54,34 @@ SAME_PARAMETERS = 0.05
 ROOM_LEFT = 0.03
 #: Share of what was wanted at the failure, below which a computed peak explains it not.
 FAR_BELOW = 0.6
+#: Ranks of one node, over which sharding is tried where the job has fewer.
+USUAL_RANKS = 8
+
+#: Rise inside an evaluation: points, share of the steps that rise, share of the level and bytes in all.
+EVAL_POINTS, EVAL_RISING, EVAL_RISE, EVAL_BYTES = 4, 0.8, 0.05, 16 << 20
+#: Copies of the collected logits that concatenation makes, and how near the rise must be to that many.
+EVAL_COPIES, EVAL_FIT = (1, 2, 3), 0.1
+#: Share of that rise which training may have, too.
+EVAL_TRAINING = 0.5
+
+#: Long tail. Steps before anything is said, points of warm-up, and lengths that count as constant.
+TAIL_STEPS, TAIL_WARM_UP, TAIL_SAME = 8, 3, 1.05
+#: A rise that counts, the rise in all, and the share of steps that may have the longest sample so far.
+TAIL_STEP, TAIL_PEAK, TAIL_RECORDS = 0.02, 1.2, 0.3
+#: Length beside the median at a failure; peak beside the usual level from which it is a warning.
+TAIL_LONG, TAIL_FALL = 1.2, 1.5
+
+#: Serving. Key-value events that are read of one capsule, and requests before a median of theirs is one.
+MOST_EVENTS, SERVED = 2_000_000, 8
+#: Times at which the load is looked at.
+MOMENTS = 1000
+#: Requests that leak, and their share of the pool, from which a leak is more than a remark.
+LEAKED_REQUESTS, LEAKED_SHARE = 3, 0.05
+#: Share of the requests that may be preempted.
+PREEMPTED = 0.10
+#: Prompt tokens in prefill at a failure, beside the median of other moments.
+ADMITTED_TIMES = 2.0
+#: An output without an end, beside the median; the share of the tokens that such outputs hold.
+OUTPUT_TIMES, OUTPUT_SHARE = 4.0, 0.5
+#: Pages that are needed beside those there are.
+POOL_OVER = 1.0

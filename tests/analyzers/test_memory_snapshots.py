@@ -240,8 +240,17 @@ class TestALeakOfOtherKinds:
         assert not report.findings
         assert {each.rule for each in report.skipped} == {LEAK, LOGGED}
 
-    def test_a_trace_of_a_few_steps_leaves_many_blocks_alike_open(self, tmp_path: Path):
+    def test_a_trace_of_a_few_steps_will_do_with_the_blocks_from_before_it(self, tmp_path: Path):
         a = CachingAllocator(40 * GIB, entries=200)
+        job = Job(a)
+        for _ in range(400):
+            job.step(also=lambda: a.malloc(2 * MIB, EXTRA_LOSS))
+        [finding] = says(LOGGED, imported(tmp_path, a))
+        assert finding.confidence == "likely"
+        assert "400 live blocks" in finding.summary
+
+    def test_a_trace_of_one_step_leaves_many_blocks_alike_open(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB, entries=60)
         job = Job(a)
         for _ in range(400):
             job.step(also=lambda: a.malloc(2 * MIB, EXTRA_LOSS))

@@ -152,7 +152,7 @@ def _ledger(history: History, live: Blocks, at: int, out: Run, rank: int) -> Non
     out.record(
         "memory",
         {
-            "phase": phase(history, at) or ("failure" if len(history.failures) else "peak"),
+            "phase": phase(history, at),
             **parts,
             "allocated": allocated,
             "reserved": reserved or None,
