@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from . import underway
 from .arrays import ArraysFile, Description, parse_description
 from .blocks import HISTOGRAMS, NORMS, ROWS, SCALARS, STATS, Table, decode_table
 from .columns import decode_columns
@@ -266,12 +267,15 @@ class RankReader:
         if len(found) > MAX_STREAMS:
             self._report("records", "more streams than are read", f"{len(found) - MAX_STREAMS:,} files")
             found.sort(key=lambda name: name.removesuffix(".jsonl") not in STREAMS)
+        if "collectives.jsonl" not in found:
+            found += self._list("underway", "collectives.jsonl")
         return tuple(sorted(name.removesuffix(".jsonl") for name in found[:MAX_STREAMS]))
 
     def records(self, stream: str) -> list[dict[str, Any]]:
         """Records of one stream in file order, ``rank`` set; a field of a wrong type is left out and reported."""
         if stream not in self._records:
-            self._records[stream] = self._read_records(stream) if stream in self.streams else []
+            found = self._read_records(stream) if stream in self.streams else []
+            self._records[stream] = found + (self._under_way(found) if stream == "collectives" else [])
         return self._records[stream]
 
     def _read_records(self, stream: str) -> list[dict[str, Any]]:
@@ -284,6 +288,14 @@ class RankReader:
             record.setdefault("rank", self.rank)
             records.append(record)
         return records + self._read_columns(stream) if f"{stream}.jsonl" in self._columned else records
+
+    def _under_way(self, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Calls that were written before they were made, and of which nothing more is known."""
+        found = [record for _, record, _ in decode_lines(self._tail(underway.RELATIVE, MAX_LINES_BYTES)[0]).records]
+        for record in found:
+            salvage(record, stream_type("collectives"))
+            record.setdefault("rank", self.rank)
+        return underway.later(found, known)
 
     @cached_property
     def _columned(self) -> frozenset[str]:

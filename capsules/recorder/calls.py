@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -54,6 +55,12 @@ P2P = frozenset(("send", "recv"))
 #: What works on one tensor in place; of the others only the input (the second argument) is watched for writes, since
 #: back ends copy into outputs when they complete.
 _IN_PLACE = frozenset(("all_reduce", "broadcast", "reduce", "send", "recv"))
+#: What Gloo does, under the names of torch's flight recorder.
+_BY_GLOO = {
+    "_all_gather_base": "all_gather",
+    "_reduce_scatter_base": "all_reduce",
+    "reduce_scatter": "all_reduce",
+}
 #: Tensors of one call that are described and watched.
 MOST_TENSORS = 64
 #: Calls that nobody has taken are kept up to this many: a job that records no windows must not grow.
@@ -88,6 +95,9 @@ class Call:
     frames: list[dict[str, Any]] | None = None
     watched: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])  # weak tensor, version at issue
     work: Any = None  # weak
+    shown: str = ""  # op, where the back end makes another of it
+    number: int = 0  # in the journal
+    written: dict[str, Any] = field(default_factory=dict[str, Any])  # there
 
     @property
     def p2p(self) -> bool:
@@ -107,6 +117,7 @@ class Calls:
         self.seconds = 0.0  # inside calls and waits so far
         self.blocked: dict[int, Call] = {}  # thread → what holds it up now
         self.pairs: Counter[str] = Counter()  # sends and receives so far, by group
+        self.journal: Callable[[Call], None] | None = None  # takes a call before it is made, and when it has returned
         self.reductions = 0  # calls that may have reduced gradients
         self._groups = groups
         self._issued: deque[Call] = deque(maxlen=MOST_CALLS)
@@ -213,10 +224,12 @@ class Calls:
             about = self._groups.of(group)
             call = Call(op, about, sequence_number(group), threading.get_ident())
             call.own_row = not about.recorded or op == "monitored_barrier" or (op in P2P and about.gloo)
-            if call.own_row:
-                self._describe(call, arguments)
             self.pairs[about.name] += call.p2p
             self.reductions += "reduce" in op
+            if call.own_row or about.gloo:
+                self._describe(call, arguments)
+            if about.gloo and self.journal is not None:
+                self.journal(call)
             self._issued.append(call)
             return call
         except Exception:  # an odd group or argument is the job's business
@@ -228,6 +241,8 @@ class Calls:
         second = _tensors(arguments[1]) if len(arguments) > 1 else []
         inputs, outputs = (first, first) if call.op in _IN_PLACE else (second, first)
         call.shapes_in, call.shapes_out = [list(each.shape) for each in inputs], [list(each.shape) for each in outputs]
+        if call.group.gloo:
+            _as_gloo(call)
         if inputs or outputs:
             call.dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
         if call.p2p and len(arguments) > 2:
@@ -272,6 +287,8 @@ class Calls:
 
     def _finished(self, call: Call) -> None:
         call.returned, call.settled, call.watched = time.time(), True, []
+        if call.number and self.journal is not None:
+            self.journal(call)
 
     def _dropped(self, call: Call, key: int) -> None:
         """Nobody holds the handle any more."""
@@ -290,6 +307,18 @@ class Calls:
             self.seconds += time.perf_counter() - began
         else:
             self.blocked[thread] = outer
+
+
+def _as_gloo(call: Call) -> None:
+    """Name and shapes as the flight recorder gives them: one tensor a rank is one tensor of all ranks."""
+    op, ranks = call.op, len(call.group.ranks)
+    call.shown = _BY_GLOO.get(op, op)
+    if call.shown in ("all_gather", "gather") and call.shapes_out and call.shapes_in:
+        call.shapes_out = [[ranks, *call.shapes_in[0]]]
+    elif op == "scatter" and call.shapes_in and call.shapes_out:
+        call.shapes_in = [[ranks, *call.shapes_out[0]]]
+    elif op == "_reduce_scatter_base":
+        call.shapes_out = call.shapes_in
 
 
 def _tensors(value: Any) -> list[Tensor]:

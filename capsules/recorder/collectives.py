@@ -14,11 +14,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
+from ..layout import rank_directory
 from ..writer import CapsuleWriter
 from .calls import Call, Calls
 from .flight import Group, Groups, Record, read
+from .journal import Journal
 from .operation import Operation, Row
 
 #: Operations that the stream keeps; as many as torch's flight recorder by default.
@@ -39,12 +42,16 @@ class Collectives:
 
     Args:
         writer: of the capsule.
+        mark: when the window that is open began (Unix seconds), and its step.
     """
 
-    def __init__(self, writer: CapsuleWriter) -> None:
+    def __init__(self, writer: CapsuleWriter, mark: Callable[[], tuple[float, int] | None]) -> None:
         self._writer = writer
+        self._mark = mark
         self._groups = Groups()
         self.calls = Calls(self._groups)
+        self._journal: Journal | None = None
+        self.calls.journal = self._note
         self.lost = 0  # operations that the flight recorder had dropped before they were read
         self._lock = threading.Lock()
         self._marks: deque[tuple[float, int]] = deque(maxlen=4096)  # when windows began, and their steps
@@ -57,6 +64,7 @@ class Collectives:
         self._order = 0
         self._pairs: dict[str, int] = {}  # group → sends and receives that only calls show
         self._uncounted: dict[str, int] = {}  # group → operations in its number that are no collectives
+        self._latest: dict[str, tuple[int, int]] = {}  # group of Gloo → last recorded: number of operation, and its own
         self._names: dict[str, str] = {}  # local id → name of the group
         self._failed: dict[str, int] = {}  # group → its first collective that failed
         self._last: dict[str, int] = {}  # group → the last collective that was seen
@@ -153,9 +161,15 @@ class Collectives:
         for operation in sorted(found, key=lambda each: each.created):
             self._number(operation)
             operation.order, self._order = self._order, self._order + 1
-            at = bisect_right(self._marks, (operation.created, 1 << 62)) - 1
-            operation.step = self._marks[at][1] if at >= 0 else None
+            operation.step = self._at(operation.created)
             self._open.append(operation)
+
+    def _at(self, created: float) -> int | None:
+        """The window in which something happened, or the last before it."""
+        if (mark := self._mark()) is not None:
+            self.begun(*mark)
+        at = bisect_right(self._marks, (created, 1 << 62)) - 1
+        return self._marks[at][1] if at >= 0 else None
 
     def _named(self, entry: dict[str, Any]) -> tuple[str, Group | None]:
         name = str(entry["process_group"][0])
@@ -168,6 +182,7 @@ class Collectives:
         if entry is not None:
             if _is_gloo(entry):
                 self._uncounted[name] = entry["op_id"] - entry["collective_seq_id"]
+                self._latest[name] = entry["op_id"], entry["collective_seq_id"]
         elif call is not None and call.p2p:
             operation.seq = self._pairs[name] = self._pairs.get(name, 0) + 1
             self._uncounted[name] = self._uncounted.get(name, 0) + call.group.gloo
@@ -175,6 +190,34 @@ class Collectives:
             operation.seq = max(call.before + 1 - self._uncounted.get(name, 0), 1)
         if not operation.p2p and operation.seq is not None:
             self._last[name] = max(operation.seq, self._last.get(name, 0))
+
+    def _note(self, call: Call) -> None:
+        """Put a call on disk before it is made, and again when it has returned."""
+        try:
+            if self._journal is None:
+                self._journal = Journal(self._writer.path / rank_directory(self._writer.rank))
+            if call.number:
+                call.written["state"] = "completed"
+                self._journal.put(call.number, call.written)
+                return
+            name = call.group.name
+            seq = self.calls.pairs[name] if call.p2p else call.before + 1 - self._not_collectives(name)
+            call.written = Operation(name, call.group, call.began, None, call, seq, step=self._at(call.began)).row(None)
+            call.written.pop("order")
+            call.number = self._journal.begin(call.written)
+        except OSError:
+            self.calls.journal = None
+
+    def _not_collectives(self, name: str) -> int:
+        """How many operations of a group of Gloo are none, as of now."""
+        return self._uncounted.get(name, 0) + self.calls.pairs[name] - self._pairs.get(name, 0)
+
+    def close(self, collected: bool) -> None:
+        """Look at nothing any more; where what was collected is all, the journal goes."""
+        self.calls.close()
+        if self._journal is not None and collected:
+            self._journal.close()
+        self.calls.journal = None
 
     # -- failures, which torch counts as completions
 
@@ -213,14 +256,11 @@ class Collectives:
             name = self._names.get(local)
             if name is None:
                 continue
-            failed, group = self._failed.get(name), self._groups.named(name)
-            pairs = 0
-            if group is not None and group.gloo:
-                pairs = self._uncounted.get(name, 0) + self.calls.pairs[name] - self._pairs.get(name, 0)
+            failed = self._failed.get(name)
             for each, field in (("last_seq", "enqueued"), ("last_started", "started"), ("last_completed", "completed")):
                 value = numbers.get(f"last_{field}_collective", -1)
                 if value >= 0:
-                    value = max(value - pairs, 0)
+                    value = self._as_collective(name, value)
                     found[each][name] = value if failed is None or each == "last_seq" else min(value, failed - 1)
         return found
 
@@ -269,6 +309,13 @@ class Collectives:
     def failed(self) -> bool:
         """Whether any collective failed."""
         return bool(self._failed)
+
+    def _as_collective(self, name: str, operation: int) -> int:
+        """The number among the collectives of the last one that is an operation of that number, or an earlier one."""
+        if name not in self._latest:
+            return operation
+        number, seq = self._latest[name]
+        return max(seq if operation >= number else 0, operation - self._not_collectives(name))
 
     def oldest(self) -> Operation | None:
         """The oldest operation that is under way, as last collected; one that failed, or waits for nobody, is not."""

@@ -5,6 +5,7 @@ It is on by default for NCCL and Gloo and holds the last 2,000 operations. Readi
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -122,7 +123,13 @@ def read(entries: bool = True) -> Record | None:
     dumped = flight_record(entries)
     if dumped is None:
         return None
-    found = _Plain(io.BytesIO(dumped)).load()
+    collecting = gc.isenabled()
+    gc.disable()  # tens of thousands of objects, none of them garbage: looking for some would take three times as long
+    try:
+        found = _Plain(io.BytesIO(dumped)).load()
+    finally:
+        if collecting:
+            gc.enable()
     return Record(found.get("entries") or [], found.get("pg_status") or {})
 
 

@@ -127,7 +127,7 @@ def _peer(entry: dict[str, Any], group: Group | None) -> int | None:
 
 def _of_call(call: Call) -> Row:
     row: Row = {
-        "op": call.op,
+        "op": call.shown or call.op,
         "shapes_in": call.shapes_in or [],
         "shapes_out": call.shapes_out or [],
         "frames": call.frames or [],

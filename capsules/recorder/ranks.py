@@ -67,7 +67,7 @@ class Ranks:
         self._carry = carry
         self._model = model
         self._hang_after = hang_after
-        self._collectives = Collectives(writer)
+        self._collectives = Collectives(writer, self._mark)
         self._host = host()
         self._accounts = 0
         self._steps = 0
@@ -140,10 +140,8 @@ class Ranks:
     def _look(self) -> None:
         if self._closed:
             return
-        window = self._window()
-        if window is not None and window.micros:
-            self._step = window.step
-            self._collectives.begun(window.micros[0].began, window.step)
+        if (mark := self._mark()) is not None:
+            self._step = mark[1]
         if time.monotonic() - self._beaten > HEARTBEAT_EVERY:
             self._beaten = time.monotonic()
             self._writer.heartbeat()
@@ -219,20 +217,26 @@ class Ranks:
             return
         self._closed = True
         self._exit = self._exit or _uncaught() or {"kind": "ok", "t": time.time()}
-        self._attempt("collectives", self._collect_all)
+        done: list[bool] = []
+        self._attempt("collectives", lambda: done.append(self._collect_all()))
         self._attempt("ranks", self._account)
-        self.stop()
+        self.stop(collected=done == [True])
 
-    def _collect_all(self) -> None:
-        self._collectives.collect(everything=True, wait=5.0)
+    def _collect_all(self) -> bool:
+        done = self._collectives.collect(everything=True, wait=5.0)
         if self._hung is not None and not self._collectives.failed and self._collectives.oldest() is None:
             self._recovered()
             self._exit = self._exit or {"kind": "ok", "t": time.time()}
+        return done
 
-    def stop(self) -> None:
+    def _mark(self) -> tuple[float, int] | None:
+        window = self._window()
+        return None if window is None or not window.micros else (window.micros[0].began, window.step)
+
+    def stop(self, collected: bool = False) -> None:
         """Look at nothing any more."""
         self._closed = True
-        self._collectives.calls.close()
+        self._collectives.close(collected)
         self._watchdog.stop()
 
 
