@@ -60,6 +60,7 @@ class RankSummary(Record):
     last_started: dict[str, Integer] | None = None
     last_completed: dict[str, Integer] | None = None
     dump: bool | None = None
+    dumped: float | None = None
     compute_ms: float | None = None
     communication_ms: float | None = None
     data_ms: float | None = None

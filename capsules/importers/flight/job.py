@@ -286,6 +286,7 @@ class _Rank:
             "last_seq": enqueued,
             "last_started": started or None,
             "last_completed": completed or None,
+            "dumped": self.dump.modified,
             "t": max((each for each in calls.created[-100:] if each is not None), default=None),
         }
 

@@ -126,6 +126,7 @@ class TestFields:
                 "rank": 0,
             }
         ]
+        assert states(capsule)[1].pop("dumped") > 1_700_000_000
         assert states(capsule)[1] == {
             "rank": 1,
             "dump": True,
