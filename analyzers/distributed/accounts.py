@@ -162,6 +162,20 @@ def _calls(capsule: Capsule, found: dict[int, Account]) -> None:
         found[rank].pending = record.get("state") in ("scheduled", "started")
 
 
+def in_step_until(capsule: Capsule) -> int | None:
+    """The first step from which on equal numbers may not mean equal steps on all ranks; None where they always do.
+
+    A window that raised has a number and no optimizer step; where the loop catches the error and goes on, all later
+    windows of that rank alone count one more.
+    """
+    raised: dict[int, set[int]] = defaultdict(set)
+    for event in capsule.records("events"):
+        if event.get("kind") in ("exception", "oom") and isinstance(event.get("step"), int):
+            raised[event["rank"]].add(event["step"])
+    everywhere = set.intersection(*raised.values()) if len(raised) >= len(capsule.ranks) > 0 else set[int]()
+    return min((step for each in raised.values() for step in each - everywhere), default=None)
+
+
 def joined(capsule: Capsule) -> bool:
     """Whether the job tolerates ranks that run out of data earlier: DDP's join, or a setting that means it."""
     for record in capsule.records("collectives"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotCaptured, NotJudged, rule
 from . import thresholds as T
+from .accounts import in_step_until
 from .layout import Layout, layout, shards
 from .words import named_ranks
 
@@ -96,7 +97,11 @@ def _rows(capsule: Capsule, where: Layout, key: str) -> dict[int, dict[int, list
     for rank in sorted(where.batch):
         speaker.setdefault(where.batch[rank], rank)
 
+    until = in_step_until(capsule)
+
     def add(rank: int, step: object, value: object) -> None:
+        if until is not None and isinstance(step, int) and step >= until:
+            return
         if isinstance(step, int) and isinstance(value, str) and value and rank in where.batch:
             share = where.batch[rank]
             if speaker.get(share) == rank:

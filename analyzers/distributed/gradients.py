@@ -11,6 +11,7 @@ import numpy as np
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotCaptured, NotJudged, rule
 from . import thresholds as T
+from .averaging import averaging
 from .layout import Layout, layout, shards
 from .reduction import ByRank, norms, scale, several, spread
 from .replicas import parameters_part_at, parameters_stay_equal
@@ -39,7 +40,8 @@ def gradient_scale(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         Norms after the reduction that differ between replicas by more than 0.1 %: not synchronised; confirmed where the
-        checksums of the parameters part, too, or a reduction was seen; likely else. A mean is never longer than the
+        checksums of the parameters part, too, or a reduction was seen; likely else, and where something as large as the
+        model is reduced all the same. A mean is never longer than the
         mean of the local norms (triangle inequality): a reduced norm beyond it by 1 % (by 20 % where only some ranks'
         are known) is a sum, or a mean that is multiplied; more than √W is no root. Confirmed where each rank's loss is
         known to be the mean over its own tokens, undetermined under accumulation, where the local norm may be that of
@@ -50,7 +52,8 @@ def gradient_scale(capsule: Capsule) -> Iterator[Finding]:
 
     Looks like it but is not:
         Parts of one model (tensor, pipeline), and shards (FSDP, ZeRO), whose norms differ by design; norms taken before
-        a reduction that is called by hand: checksums of parameters that stay equal show it; losses divided by the
+        a reduction that is called by hand: checksums of parameters that stay equal show it; models that are averaged
+        every few steps (local SGD), which the calls on record show; losses divided by the
         token count of all ranks, whose gradients are rightly summed; independent gradients, whose mean is shorter than
         each of them by up to √W; steps that overflowed.
 
@@ -114,6 +117,9 @@ def _not_synchronised(
 ) -> Finding | None:
     """None where the norms may be from before a reduction: parameters agree, or nothing says whether they do."""
     parted = parameters_part_at(capsule, where)
+    often = averaging(capsule)
+    if often == "now and then":
+        raise NotJudged("a job that averages at every step: this one does so now and then, by design")
     if parameters_stay_equal(capsule, where, apart.first):
         return None
     if not after and parted is None:
@@ -129,7 +135,10 @@ def _not_synchronised(
     else:
         how = f"from {min(here.values()):.6g} to {max(here.values()):.6g}"
     minority = groups[-1] if len(here) > 2 and len(groups[-1]) * 2 < len(here) and len(groups) == 2 else []
-    confidence: Confidence = "confirmed" if parted is not None or (after and local and where.known) else "likely"
+    # Something that large is reduced: if not the gradients, then the parameters, and replicas are kept together by it.
+    unclear = often == "every step" and (not after or len(unreduced) == len(here))
+    sure = (parted is not None or (after and local and where.known)) and not unclear
+    confidence: Confidence = "confirmed" if sure else "likely"
     return Finding(
         severity="critical" if confidence == "confirmed" else "warning",
         confidence=confidence,

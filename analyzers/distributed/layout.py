@@ -200,8 +200,14 @@ def _of_groups(groups: Mapping[str, set[tuple[int, ...]]], world: int, odd: froz
 def _groups(capsule: Capsule, world: int) -> tuple[dict[str, set[tuple[int, ...]]], frozenset[frozenset[int]]]:
     """Groups of some ranks by axis, and those whose name says nothing."""
     seen: dict[tuple[int, ...], str] = {}
+    known: set[tuple[Any, ...]] = set()
     for record in capsule.records("collectives"):
         ranks = record.get("group_ranks")
+        # A group is read once, and not at each of its calls.
+        key = (record.get("group"), record.get("group_desc"), len(ranks), ranks[0], ranks[-1]) if ranks else ()
+        if key in known:
+            continue
+        known.add(key)
         if ranks and (len(ranks) < world or record.get("group_desc")):
             ordered = tuple(sorted({rank for rank in ranks if rank < world}))
             if ordered not in seen or not seen[ordered]:

@@ -16,6 +16,7 @@ import numpy as np
 from ..finding import Confidence, Evidence, Finding, Where
 from ..series import curve
 from . import thresholds as T
+from .accounts import in_step_until
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ def norms(capsule: Capsule, name: str, where: Layout) -> dict[int, ByRank]:
     for rank in sorted({key.rank for key in capsule.scalar_keys() if key.name == name and key.side is None}):
         groups[where.parameters(rank)].setdefault(where.batch.get(rank, rank), rank)
     found: dict[int, ByRank] = defaultdict(dict)
+    until = in_step_until(capsule)
     for rank in max(groups.values(), key=len, default={}).values():
         points = curve(capsule, name, rank).finite()
         for step, value in zip(points.step.tolist(), points.value.tolist(), strict=True):
-            if value > 0:
+            if value > 0 and (until is None or step < until):
                 found[step][rank] = value
     return dict(sorted(found.items()))
 

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotCaptured, NotJudged, rule
 from . import thresholds as T
+from .accounts import in_step_until
+from .averaging import averaging
 from .layout import Layout, layout, shards
 from .words import named_ranks
 
@@ -26,11 +28,6 @@ _RANDOM = re.compile(
 )
 #: Parameters of experts, of which each rank of an expert-parallel group has its own.
 _EXPERT = re.compile(r"(?:^|[._])(?:experts?|moe|local_experts)(?:[._]|$)")
-#: Ways of training that let replicas part between two averages.
-_LOCAL = re.compile(
-    r"local_?sgd|diloco|post_?local|model_?averaging|federated|gossip|elastic_?averaging", re.IGNORECASE
-)
-
 #: step → name → rank → digest
 Digests = Mapping[int, Mapping[str, Mapping[int, str]]]
 
@@ -56,9 +53,9 @@ def replicas_diverged(capsule: Capsule) -> Iterator[Finding]:
         At the first step at which digests of one tensor differ between ranks of the same tensor and pipeline
         coordinates: confirmed for parameters. Named are the ranks outside the majority; with two ranks, or no
         majority, it cannot be told which is right. Undetermined where every parameter differs on every rank from the
-        first record on and nothing says whether they are sharded; a warning where they meet again later (models that
-        are averaged now and then). Other buffers: a warning. Running statistics of batch normalisation, and random
-        states that were equal and part: info.
+        first record on and nothing says whether they are sharded. Info where they meet again later, or something as
+        large as the model is reduced at some steps only: models that are averaged now and then. Other buffers: a
+        warning. Running statistics of batch normalisation, and random states that were equal and part: info.
 
     Looks like it but is not:
         Shards (FSDP, ZeRO-3), parts of tensor-parallel layers and stages, experts; running statistics, which each
@@ -78,7 +75,7 @@ def replicas_diverged(capsule: Capsule) -> Iterator[Finding]:
     found = False
     for kind in ("parameter", "buffer", "rng"):
         digests = _digests(capsule, kind)
-        compared = _compared(digests, where)
+        compared = _compared(capsule, digests, where)
         if not compared:
             continue
         if kind == "parameter" and shards(capsule).parameters:
@@ -90,7 +87,7 @@ def replicas_diverged(capsule: Capsule) -> Iterator[Finding]:
             yield finding
     if not found:
         raise NotCaptured("checksums of one tensor on two replicas at one step")
-    if shards(capsule).parameters and not _compared(_digests(capsule, "buffer"), where):
+    if shards(capsule).parameters and not _compared(capsule, _digests(capsule, "buffer"), where):
         raise NotJudged("checksums of whole parameters: each rank holds a shard")
 
 
@@ -119,10 +116,15 @@ def _kind(name: str) -> str:
     return "rng" if _RANDOM.search(name) else "parameter"
 
 
-def _compared(digests: Digests, where: Layout) -> dict[int, dict[str, dict[tuple[int, int], dict[int, str]]]]:
+def _compared(
+    capsule: Capsule, digests: Digests, where: Layout
+) -> dict[int, dict[str, dict[tuple[int, int], dict[int, str]]]]:
     """Step → name → coordinates → rank → digest, of what at least two replicas have."""
     found: dict[int, dict[str, dict[tuple[int, int], dict[int, str]]]] = {}
+    until = in_step_until(capsule)
     for step in sorted(digests):
+        if until is not None and step >= until:
+            break
         names: dict[str, dict[tuple[int, int], dict[int, str]]] = {}
         for name, ranks in digests[step].items():
             if where.experts and _EXPERT.search(name):
@@ -216,8 +218,9 @@ def _finding(where: Layout, kind: str, parted: _Parted, compared: Mapping[int, A
     odd = sorted(rank for group in parted.groups[1:] for rank in group) if majority else []
     again = _meets_again(compared, parted) if kind == "parameter" else None
     unsure = kind == "parameter" and parted.all_apart and first and not shards(capsule).told and not where.known
-    local = kind == "parameter" and (again is not None or _says_local(capsule))
-    confidence: Confidence = "undetermined" if unsure else "confirmed"
+    local = kind == "parameter" and (again is not None or averaging(capsule) == "now and then")
+    remark = local or kind in ("running", "rng")
+    confidence: Confidence = "undetermined" if unsure and not local else "confirmed"
     if kind == "buffer" or local:
         confidence = "likely"
     what = {"parameter": "Parameters", "buffer": "Buffers", "running": "Running statistics", "rng": "Random states"}[
@@ -234,8 +237,8 @@ def _finding(where: Layout, kind: str, parted: _Parted, compared: Mapping[int, A
     tail = f" They are equal again at step {again}." if again is not None else ""
     tail += " Nothing says whether the parameters are sharded." if unsure else ""
     return Finding(
-        severity="info" if kind in ("running", "rng") else "warning" if confidence != "confirmed" else None,
-        kind="hygiene" if kind in ("running", "rng") else None,
+        severity="info" if remark else "warning" if confidence != "confirmed" else None,
+        kind="hygiene" if remark else None,
         confidence=confidence,
         title=f"{what} of the replicas are not equal",
         summary=f"Step {parted.step}: {parted.names[0]}{others}: {whom} ({began}).{tail}",
@@ -275,32 +278,18 @@ def _fix(kind: str) -> tuple[str, ...]:
     )
 
 
-def _says_local(capsule: Capsule) -> bool:
-    pending: list[Any] = [capsule.manifest.raw.get("config"), capsule.manifest.raw.get("training")]
-    for _ in range(4096):
-        if not pending:
-            return False
-        value = pending.pop()
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                words = f"{key} {inner}" if isinstance(inner, str) else str(key)
-                if inner not in (None, False, 0) and _LOCAL.search(words):
-                    return True
-                if isinstance(inner, dict):
-                    pending.append(inner)
-    return False
-
-
 # -- what the rule on gradients asks
 
 
 def parameters_part_at(capsule: Capsule, where: Layout) -> int | None:
     """First step at which parameters of replicas differ, None where they do not or are not known."""
-    parted = _first_parted(_compared(_digests(capsule, "parameter"), where))
+    parted = _first_parted(_compared(capsule, _digests(capsule, "parameter"), where))
     return parted.step if parted is not None else None
 
 
 def parameters_stay_equal(capsule: Capsule, where: Layout, step: int) -> bool:
     """Whether parameters are known to be equal on all replicas after the update of ``step``."""
-    compared: Sequence[int] = [each for each in _compared(_digests(capsule, "parameter"), where) if each >= step]
+    compared: Sequence[int] = [
+        each for each in _compared(capsule, _digests(capsule, "parameter"), where) if each >= step
+    ]
     return bool(compared) and parameters_part_at(capsule, where) is None

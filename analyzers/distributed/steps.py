@@ -10,6 +10,7 @@ from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotCaptured, rule
 from . import thresholds as T
 from .accounts import DIED, Account, accounts, joined, most_common
+from .diagnosis import diagnosis
 from .words import named_ranks
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def uneven_steps(capsule: Capsule) -> Iterator[Finding]:
         return
     waited = _waited(capsule, books)
     imported = capsule.manifest.trigger is not None and capsule.manifest.trigger.kind == "imported"
-    found = _by_micro_batches(books, waited) or _by_steps(books, waited, imported) or _by_skips(books, waited)
+    missing = frozenset(rank for each in diagnosis(capsule).missing for rank in each.ranks)
+    found = _by_micro_batches(books, waited) or _by_steps(books, waited, imported) or _by_skips(books, waited, missing)
     if found is not None:
         yield found
 
@@ -205,15 +207,15 @@ def _by_micro_batches(books: Mapping[int, Account], waited: frozenset[int]) -> F
     )
 
 
-def _by_skips(books: Mapping[int, Account], waited: frozenset[int]) -> Finding | None:
-    """Samples that one rank left out, where something waits."""
+def _by_skips(books: Mapping[int, Account], waited: frozenset[int], missing: frozenset[int]) -> Finding | None:
+    """Samples that one rank left out, where something waits; ``missing`` ranks are those that others wait for."""
     skipping = [rank for rank, each in books.items() if each.left_out and _skipped_more(each, books)]
-    lagging = [rank for rank in skipping if _behind(books[rank], books)]
+    lagging = [rank for rank in skipping if rank in missing or _behind(books[rank], books)]
     # Loaders leave samples out all the time: it is the reason only where whoever left out most is the one behind.
     others = [each.left_out for rank, each in books.items() if rank not in lagging]
     if lagging and min(books[rank].left_out for rank in lagging) <= max(others, default=0):
         return None
-    if not lagging and any(_behind(each, books) for each in books.values()):
+    if not lagging and (missing or any(_behind(each, books) for each in books.values())):
         return None
     if not skipping or (not lagging and not waited):
         return None
@@ -222,6 +224,8 @@ def _by_skips(books: Mapping[int, Account], waited: frozenset[int]) -> Finding |
     behind = _behind(account, books)
     samples = f"{account.left_out} sample{'s' * (account.left_out != 1)}"
     words = f"{named_ranks(named).capitalize()} left out {samples}{_said(books, named)}"
+    if behind is None and lagging:
+        words += ", and others wait for it in a call that it did not make"
     if behind is not None:
         words += f" and came to call {behind[1]} of group {behind[0]}, others to {behind[2]}"
     return Finding(

@@ -70,6 +70,10 @@ MOST_OF_STEPS, RATIO_STEPS = 0.5, 5
 #: Share beyond the local norms where only some are known; part of 1/√W, the length of a mean of unrelated gradients.
 BEYOND_SOME, UNRELATED = 0.2, 0.75
 
+#: Part of the model's size that a reduction of gradients or parameters has; fewest averages, and largest share of the
+#: steps, that are one now and then.
+AS_LARGE, AVERAGES, NOT_EVERY = 0.5, 2, 0.75
+
 #: distributed/unwaited-buffer: calls that a rank makes later, where steps are not known, from which on a wait is no
 #: longer to come (the recorder says "not waited" once the handle is gone).
 CALLS_LATER = 1

@@ -268,8 +268,46 @@ class TestReplicas:
 
     def test_models_that_are_averaged_now_and_then_meet_again(self, said: Any) -> None:
         (found,) = said(REPLICAS, checksums(lambda r, s, n: (s, r if s % 3 else 0)), FOUR)
-        assert (found.severity, found.confidence) == ("warning", "likely")
+        assert (found.severity, found.kind) == ("info", "hygiene")
         assert "equal again at step 3" in found.summary
+
+    def test_after_an_error_that_one_rank_caught_steps_of_one_number_are_other_steps(self, said: Any) -> None:
+        def fill(w: Any) -> None:
+            # Rank 1 raises at step 3 and does the batch again: its later windows count one more.
+            checksums(lambda r, s, n: (n, s - (r == 1 and s >= 3)))(w)
+            own = Gradients(0.3)
+            mean = own.times(1.0)
+            norms(own.local, lambda s, r: mean(s - (r == 1 and s >= 3), r), steps=6)(w)
+            w.record("events", {"kind": "exception", "step": 3, "type": "OSError"}, rank=1)
+
+        assert said(REPLICAS, fill, FOUR) == []
+        assert said(GRADIENTS, fill, FOUR) == []
+
+    def test_what_is_reduced_at_every_second_step_is_local_sgd(self, said: Any) -> None:
+        own = Gradients(0.3)
+        model = {**FOUR, "model": {"parameters": 1000}}
+
+        def fill(every: int) -> Any:
+            def fill(w: Any) -> None:
+                checksums(lambda r, s, n: (s, n, r), steps=12)(w)
+                norms(None, None, steps=12, grad_norm=own.local)(w)
+                for rank in range(4):
+                    rows = [
+                        {"op": "all_reduce", "group": "0", "seq": s + 1, "step": s, "shapes_in": [[1000 - s % every]]}
+                        | ({} if s % every == 0 else {"shapes_in": [[1]]})
+                        for s in range(12)
+                    ]
+                    w.records("collectives", rows, rank=rank)
+
+            return fill
+
+        assert said(GRADIENTS, fill(2), model) == []
+        (found,) = said(REPLICAS, fill(2), model)
+        assert (found.severity, found.kind) == ("info", "hygiene")
+        # At every step: the parameters, maybe, since the gradients' norms differ.
+        assert said(GRADIENTS, fill(1), model)[0].confidence == "likely"
+        # Never: confirmed.
+        assert said(GRADIENTS, fill(99), {**FOUR, "model": {"parameters": 10**6}})[0].confidence == "confirmed"
 
 
 def norms(local: Any, reduced: Any, ranks: int = 4, steps: int = 20, **more: Any) -> Any:
