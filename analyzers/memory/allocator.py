@@ -13,7 +13,7 @@ import numpy as np
 
 from ...capsules.allocator import ALLOC, CATEGORIES, Array, Blocks, History, Stacks
 from ...capsules.errors import EvidenceError
-from .thresholds import FEW_STEPS, GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
+from .thresholds import EARLIER_BLOCKS, FEW_STEPS, GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -265,7 +265,7 @@ def _steady(mine: Blocks, same: Blocks, passed: Steps, prologue: int) -> int | N
     """The steps in which blocks come, evenly, step after step, to the end; None where they do not.
 
     ``mine`` are the blocks that are live at the end, ``same`` all that their stack ever made. A trace of a few steps
-    will do where blocks from before it stand for the others.
+    will do where many blocks from before it stand for the others.
     """
     fresh = mine.where(mine.born >= prologue)
     step = np.searchsorted(passed.marks, fresh.born, side="right")
@@ -273,7 +273,7 @@ def _steady(mine: Blocks, same: Blocks, passed: Steps, prologue: int) -> int | N
     if len(grown) < FEW_STEPS:
         return None
     before = (len(mine) - len(fresh)) / float(np.median(births))
-    if len(grown) < GROWTH_STEPS and (passed.guessed or len(grown) + before < GROWTH_STEPS):
+    if len(grown) < GROWTH_STEPS and (passed.guessed or before < EARLIER_BLOCKS):
         return None
     gaps = np.diff(grown)
     usual = float(np.median(gaps))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...capsules.allocator import ALLOC, OOM, SEGMENT_MAP
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import rule
 from .allocator import histories, own_frame
@@ -25,6 +26,8 @@ _MOST_NAMED = 3
 _SPLIT = 0.1
 #: What two printed decimals may be off, as a share.
 _PRINTED = 0.006
+#: Share by which a snapshot and an error may differ where they tell of one state.
+_ALIKE = 0.01
 _MIB = 1 << 20
 
 
@@ -107,7 +110,7 @@ def _finding(capsule: Capsule, told: Sequence[tuple[Failure, Verdict]]) -> Findi
     if growing and not elsewhere:
         words += " Each batch asks for more than the one before, so that no block that was given back fits again."
         cause = "the lengths grow from batch to batch: no block that was given back is large enough for the next batch"
-    expands = history is not None and bool((history.action == 5).any())
+    expands = history is not None and bool((history.action == SEGMENT_MAP).any())
     return Finding(
         severity="info" if failure.caught else None,
         confidence=confidence,
@@ -145,9 +148,19 @@ def _place(history: History, failure: Failure) -> int | None:
         for at in history.failures.tolist()
         if any(abs(size - requested) <= _PRINTED * requested for size in _sizes_said(int(history.size[at])))
     ]
+    if not found and _at_the_end(history, failure):
+        return history.end
     if failure.t is None:
         return found[-1] if found else None
     return min(found, key=lambda at: abs(history.time_us[at] / 1e6 - (failure.t or 0.0)), default=None)
+
+
+def _at_the_end(history: History, failure: Failure) -> bool:
+    """Whether a snapshot without the failure's event was written while the memory was as the failure says."""
+    if len(history.failures) or not failure.reserved or not failure.allocated or history.end < 0:
+        return False
+    held = ((history.reserved[-1], failure.reserved), (history.allocated[-1], failure.allocated))
+    return all(abs(seen - said) <= _ALIKE * said for seen, said in held)
 
 
 def _sizes_said(size: int) -> tuple[int, int]:
@@ -159,7 +172,9 @@ def _sizes_said(size: int) -> tuple[int, int]:
 
 def _look(history: History, at: int) -> _Unused:
     found = history.segments(at)
-    own = (found.stream == history.stream[at]) & (found.pool == history.pool[at])
+    own = np.ones(len(found.start), np.bool_)
+    if history.action[at] == OOM:
+        own = (found.stream == history.stream[at]) & (found.pool == history.pool[at])
     usable = own[found.free_segment] if len(found.free_segment) else np.zeros(0, np.bool_)
     return _Unused(
         usable=int(found.free_size[usable].sum()),
@@ -187,8 +202,10 @@ def _pins(found: Segments, own: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> t
 
 def _grown(history: History, at: int) -> tuple[int, int, int] | None:
     """Sizes that the stack of the failed request asked for before, where they grew: first, last, how many."""
+    if history.action[at] != OOM:
+        return None
     stack = int(history.stack[at])
-    asked = np.flatnonzero((history.stack[: at + 1] == stack) & np.isin(history.action[: at + 1], (0, 8)))
+    asked = np.flatnonzero((history.stack[: at + 1] == stack) & np.isin(history.action[: at + 1], (ALLOC, OOM)))
     asked = asked[asked >= history.prologue]
     sizes = history.size[asked]
     return (int(sizes[0]), int(sizes[-1]), len(sizes)) if stack > 0 and grows(sizes.astype(np.float64)) else None

@@ -52,7 +52,7 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
         Such a job dies after hours, at a line that has nothing to do with it, and a larger device only postpones that.
     How it decides:
         Trace: a stack gets new blocks in at least 8 steps, evenly, to the end, and gives fewer than a fifth of them
-        back; 3 steps will do where blocks from before the trace stand for the others. Steps are known by the
+        back; 3 steps will do where 48 blocks from before the trace stand for the others. Steps are known by the
         optimizer's stacks or the calls of backward (likely); where only the trace's rhythm shows them it is
         undetermined, unless the stack is no part of a forward pass and holds 32 blocks.
         Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
@@ -73,7 +73,7 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
     for rank, grown in found.items():
         yield _from_trace(traced[rank], rank, grown, tuple(found))
         return  # ranks of one job leak alike; the first one speaks for them
-    curves = _rising(capsule)
+    curves = rising(capsule)
     if curves:
         yield _from_curve(capsule, curves)
     elif not any(map(long_enough, traced.values())) and not _curves(capsule):
@@ -140,7 +140,8 @@ def _curves(capsule: Capsule) -> bool:
     )
 
 
-def _rising(capsule: Capsule) -> list[Rise]:
+def rising(capsule: Capsule) -> list[Rise]:
+    """The curves of allocated memory that rise evenly over steps, by rank."""
     found: list[Rise] = []
     for key in capsule.scalar_keys():
         if key.name != "memory_allocated" or key.side == "allocator":  # those go over events, not over steps

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, rule
 from .allocator import Growth, by_stack, growth, histories, last_event, long_enough, own_frame
-from .leak import growth_evidence
+from .leak import growth_evidence, rising
 from .oom import gib
-from .thresholds import GROWTH_STEPS, LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, MANY_ALIKE
+from .thresholds import GROWTH_STEPS, LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, LOGGED_GROWTH, MANY_ALIKE
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
     from ...capsules.allocator import History
+
+#: Functions by which a model is made or its weights are read, layer after layer.
+_MODEL = re.compile(r"load|weight|param|init|build|model|create|buffer", re.IGNORECASE)
 
 
 @rule(
@@ -35,7 +41,8 @@ def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A stack grows as memory/leak asks for, by at most 4 blocks a step of at most 16 MiB, 80 % of them of one size
         (likely where the steps are known, undetermined where they are guessed). Where the trace has fewer than 8 steps:
-        200 live blocks or more of one size and one stack, that is no part of a forward pass (undetermined).
+        100 live blocks or more of one size and one stack, that is no part of a forward pass (undetermined; likely
+        where a log says that allocated memory rises by half a block a step or more).
     Looks like it but is not:
         Parameters, the optimizer's state, and activations of many layers, which are alike as well, a window of the last
         hundred losses, a cache that fills up.
@@ -53,7 +60,7 @@ def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
     short = {rank: history for rank, history in traced.items() if not long_enough(history)}
     for rank, history in short.items():
         if (found := _many(history)) is not None:
-            yield _alike(history, rank, *found)
+            yield _alike(capsule, history, rank, *found)
             return
     if len(short) == len(traced):
         raise NotCaptured(f"a trace that tells of all allocations over {GROWTH_STEPS} steps")
@@ -87,29 +94,40 @@ def _growing(history: History, rank: int, each: Growth, ranks: int) -> Finding:
 def _many(history: History) -> tuple[int, int, int] | None:
     """(stack, blocks, bytes) of many blocks that are alike, where nothing says that they are meant to be there."""
     live = history.live(last_event(history))
-    for stack, count, size in by_stack(live):
+    for stack, count, _ in by_stack(live):
         if stack <= 0 or count < MANY_ALIKE or history.stacks.category_of(stack) != "unknown":
             continue
-        sizes = live.size[live.stack == stack]
-        same = int((sizes == sizes[0]).sum())
-        if same >= LOGGED_ALIKE * count and sizes[0] <= LOGGED_BYTES:
-            return stack, count, size
+        if any(_MODEL.search(name) for name, _, _ in history.stacks.of(stack)):
+            continue
+        sizes, counts = np.unique(live.size[live.stack == stack], return_counts=True)
+        most = int(counts.argmax())
+        if counts[most] >= LOGGED_ALIKE * count and sizes[most] <= LOGGED_BYTES:
+            return stack, int(counts[most]), int(sizes[most] * counts[most])
     return None
 
 
-def _alike(history: History, rank: int, stack: int, count: int, size: int) -> Finding:
+def _alike(capsule: Capsule, history: History, rank: int, stack: int, count: int, size: int) -> Finding:
     place = own_frame(history, stack)
+    risen = next((each for each in rising(capsule) if each.slope >= LOGGED_GROWTH * size / count), None)
+    words = f"{count:,} live blocks ({gib(size)}) come from {place}."
+    if risen is None:
+        words += (
+            " One a step, and a logged tensor is kept; one a layer or a parameter, and nothing is wrong: the trace is "
+            "too short to tell."
+        )
+    else:
+        words += f" Allocated memory rises by {gib(risen.slope)} a step, about a block or a few of these."
     return Finding(
-        confidence="undetermined",
-        title="Many small blocks of one line",
-        summary=(
-            f"{count:,} live blocks ({gib(size)}) come from {place}. One a step, and a logged tensor is kept; one a "
-            "layer or a parameter, and nothing is wrong: the trace is too short to tell."
-        ),
+        confidence="undetermined" if risen is None else "likely",
+        title="Many small blocks of one line" if risen is None else "Logged tensors are kept",
+        summary=words,
         where=Where(rank=rank),
         evidence=(
             Evidence(name="live blocks", value=count, expected=f"< {MANY_ALIKE}", note=place),
             Evidence(name="bytes of them", value=size, unit="B"),
+            *([] if risen is None else [Evidence(name="growth", value=round(risen.slope), expected=0, unit="B/step")]),
         ),
+        cause=None if risen is None else "the result of this line is kept, once a step",
         next=("record a trace: torch.cuda.memory._record_memory_history() some twenty steps before the snapshot",),
+        fix=() if risen is None else (".detach() what is kept, or .item() where one number is wanted",),
     )

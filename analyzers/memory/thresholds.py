@@ -12,8 +12,8 @@ OTHERS_SHARE, OTHERS_BYTES = 0.05, 1 << 30
 MOSTLY_OUTSIDE = 0.5
 
 # Growth. Steps over which something grows before it is no warm-up, and blocks of one stack where the steps are only
-# guessed from the trace. Fewer will do where blocks from before the trace stand for the others.
-GROWTH_STEPS, GUESSED_BLOCKS, FEW_STEPS = 8, 32, 3
+# guessed from the trace. Fewer steps will do where so many blocks from before the trace stand for the others.
+GROWTH_STEPS, GUESSED_BLOCKS, FEW_STEPS, EARLIER_BLOCKS = 8, 32, 3, 48
 #: Gap between two steps of growth, as a multiple of the usual one, beyond which it comes in bouts or has ended.
 GROWTH_GAP = 3
 #: Births in the later half beside the earlier half, below which a cache fills up.
@@ -23,8 +23,10 @@ STILL_GROWING = 0.5
 NET_GROWTH = 0.8
 #: A logged tensor: bytes of one block, blocks a step, and the share of them that are of one size.
 LOGGED_BYTES, LOGGED_A_STEP, LOGGED_ALIKE = 16 << 20, 4, 0.8
-#: Blocks of one size and stack that are more than a model has layers.
-MANY_ALIKE = 200
+#: Blocks of one size and stack that are more than most models have layers.
+MANY_ALIKE = 100
+#: Growth a step in a log, as a multiple of the block, from which both tell of one thing.
+LOGGED_GROWTH = 0.5
 #: A curve of allocated bytes: points, share of the level and bytes that it rises, and how even the quarters are.
 CURVE_POINTS, CURVE_RISE, CURVE_BYTES, CURVE_EVEN = 20, 0.02, 32 << 20, 0.4
 #: Share of the rise that one point may bring: larger ones are something new, not a leak.
@@ -77,6 +79,8 @@ MOST_EVENTS, SERVED = 2_000_000, 8
 MOMENTS = 1000
 #: Requests that leak, and their share of the pool, from which a leak is more than a remark.
 LEAKED_REQUESTS, LEAKED_SHARE = 3, 0.05
+#: References that a shared block counts, beside the requests that never gave theirs back.
+REFERENCES = 0.8
 #: Share of the requests that may be preempted.
 PREEMPTED = 0.10
 #: Prompt tokens in prefill at a failure, beside the median of other moments.

@@ -211,6 +211,27 @@ class TestALeakOfOtherKinds:
         assert "400 live blocks" in finding.summary
         assert "train.py:88" in finding.summary
 
+    def test_live_blocks_without_a_trace_and_a_log_that_rises_by_as_much_are_a_logged_tensor(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        for _ in range(400):
+            a.malloc(2 * MIB, EXTRA_LOSS)
+        log = tmp_path / "metrics.jsonl"
+        rows = (
+            f'{{"step": {step}, "memory_allocated": {7_600_000_000 + 3_200_000 * step}}}\n' for step in range(1, 400)
+        )
+        log.write_text("".join(rows))
+        capsule = imported(tmp_path, a.snapshot() | {"device_traces": []}, log)
+        [finding] = says(LOGGED, capsule)
+        assert finding.confidence == "likely"
+        [leak] = says(LEAK, capsule)
+        assert next(each.value for each in leak.evidence if each.name == "growth") == 3_200_000
+
+    def test_weights_that_are_read_layer_after_layer_are_quiet(self, tmp_path: Path):
+        a = CachingAllocator(40 * GIB)
+        for _ in range(400):
+            a.malloc(2 * MIB, stack("read /home/me/io.py:8", "load_weights /home/me/io.py:20", LOOP[1]))
+        assert says(LOGGED, imported(tmp_path, a.snapshot() | {"device_traces": []})) == []
+
     def test_a_trace_that_leaves_the_frees_out_is_not_judged(self, tmp_path: Path):
         a = CachingAllocator(40 * GIB)
         job = Job(a)
@@ -330,6 +351,20 @@ class TestFragmentation:
             sizes = {"requested": 300 * MIB, "free": 4 * GIB - 600 * MIB - a.reserved}
             writer.record("events", {"kind": "oom", "allocated": a.allocated, "reserved": a.reserved, **sizes})
         [finding] = says(FRAGMENTED, Capsule.open(tmp_path / "r.capsule"))
+        assert finding.confidence == "confirmed"
+        assert "train.py:77" in finding.summary
+
+    def test_is_confirmed_by_segments_alone_where_they_are_in_the_state_that_the_log_tells_of(self, tmp_path: Path):
+        a = self.shattered()
+        log = tmp_path / "job.log"
+        idle = (a.reserved - a.allocated) / MIB
+        log.write_text(
+            'Traceback (most recent call last):\n  File "run.py", line 3, in <module>\n    main()\n'
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of "
+            f"4.00 GiB of which 10.00 MiB is free. Of the allocated memory {a.allocated / MIB:.2f} MiB is allocated by "
+            f"PyTorch, and {idle:.2f} MiB is reserved by PyTorch but unallocated.\n"
+        )
+        [finding] = says(FRAGMENTED, imported(tmp_path, a.snapshot() | {"device_traces": [[]]}, log))
         assert finding.confidence == "confirmed"
         assert "train.py:77" in finding.summary
 

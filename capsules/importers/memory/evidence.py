@@ -84,6 +84,7 @@ def thinned(values: Array) -> Array:
 def _failure(history: History, at: int, out: Run, rank: int) -> None:
     stream, pool = int(history.stream[at]), int(history.pool[at])
     requested, free = int(history.size[at]), max(0, int(history.address[at]))
+    reserved = int(history.reserved[at])  # of a file without segments nothing is known but the events
     out.event(
         "oom",
         rank=rank,
@@ -92,9 +93,9 @@ def _failure(history: History, at: int, out: Run, rank: int) -> None:
         message=f"the allocator was asked for {requested:,} bytes while the device had {free:,} free",
         requested=requested,
         free=free,
-        allocated=int(history.allocated[at]),
-        reserved=int(history.reserved[at]),
-        largest_free_block=history.largest_free(at, stream, pool),
+        allocated=int(history.allocated[at]) if reserved else None,
+        reserved=reserved or None,
+        largest_free_block=history.largest_free(at, stream, pool) if reserved else None,
         device=history.device,
         phase=phase(history, at),
         event=at - history.prologue,
