@@ -144,6 +144,7 @@ class Model(Part):
     mlp: str | None = None  # gelu (two matrices) or gated (three)
     norm: str | None = None  # layer or rms
     dropout: float | None = None  # the largest
+    library: str | None = None  # whose model it is, where a library made it: transformers
     rope: Rope | None = None
     causal_alignment: Literal["top-left", "bottom-right"] | None = None
     vision: Vision | None = None

@@ -5,20 +5,28 @@
 
 from . import (
     capacity,
+    checkpointing,
+    eval_graph,
     fragmentation,
     leak,
     ledger,
     logged_tensors,
+    long_tail,
     other_process,
+    serving,
     thrash,
 )
 
 __all__ = [
     "capacity",
+    "checkpointing",
+    "eval_graph",
     "fragmentation",
     "leak",
     "ledger",
     "logged_tensors",
+    "long_tail",
     "other_process",
+    "serving",
     "thrash",
 ]

@@ -10,7 +10,7 @@ from ..reference.memory_job import Job, Shape
 from ..reference.memory_model import estimate
 from .configuration import Plan
 from .oom import Failure, gib
-from .thresholds import FAR_BELOW, ROOM_LEFT
+from .thresholds import FAR_BELOW, ROOM_LEFT, USUAL_RANKS
 
 Reading = tuple[Shape, Job]
 
@@ -62,7 +62,7 @@ class Fitting:
             return self.silent
         fitting = [f"{each.words} ({gib(each.peak)})" for each in self.changes if each.fits]
         if not fitting:
-            return f"Computed are {gib(self.configured)}, and no one change makes it fit."
+            return f"Computed are {gib(self.configured)}, and none of the usual changes makes it fit."
         return f"Computed are {gib(self.configured)}; what would fit: {'; '.join(fitting)}."
 
 
@@ -89,11 +89,14 @@ def fitting(planned: Plan, failure: Failure) -> Fitting:
             "memory that is not in the configuration."
         )
         return Fitting(budget, configured, (), words)
-    return Fitting(budget, configured, tuple(_changes(planned, budget)))
+    changes = list(_changes(planned, budget))
+    if not any(each.fits for each in changes):
+        changes += _pairs(planned, budget)
+    return Fitting(budget, configured, tuple(changes))
 
 
 def _changes(planned: Plan, budget: float) -> Iterator[Change]:
-    shape, job = planned.readings[0]
+    job = planned.readings[0][1]
 
     def change(words: str, make: Callable[[Shape, Job], Reading]) -> Change:
         peak = _highest(planned, make)
@@ -118,12 +121,34 @@ def _changes(planned: Plan, budget: float) -> Iterator[Change]:
     if job.optimizer == "adamw":
         yield change("8-bit optimizer states", lambda s, j: (s, j.changed(optimizer="adamw8bit")))
     if job.stage < 3:
-        ranks = job.data_parallel if job.data_parallel > 1 else 8
-        words = f"weights, gradients and states sharded over {ranks} ranks"
-        yield change(words, lambda s, j: (s, j.changed(stage=3, data_parallel=ranks, buckets=False)))
-    if shape.layers:
-        both = "activation checkpointing and a micro-batch of 1"
-        yield change(both, lambda s, j: (s, j.changed(checkpointing="full", batch=1, accumulating=True)))
+        yield change(_sharded_words(job), _sharded)
+
+
+def _pairs(planned: Plan, budget: float) -> Iterator[Change]:
+    """Several things at once, from the cheapest on, up to the first that fits."""
+    sharded = _sharded_words(planned.readings[0][1])
+    pairs: tuple[tuple[str, Callable[[Shape, Job], Reading]], ...] = (
+        ("activation checkpointing and a micro-batch of 1", _smallest),
+        (f"activation checkpointing and {sharded}", lambda s, j: _sharded(s, j.changed(checkpointing="full"))),
+        (f"a micro-batch of 1, activation checkpointing and {sharded}", lambda s, j: _sharded(*_smallest(s, j))),
+    )
+    for words, make in pairs:
+        peak = _highest(planned, make)
+        yield Change(words, peak, peak <= budget)
+        if peak <= budget:
+            return
+
+
+def _smallest(shape: Shape, job: Job) -> Reading:
+    return shape, job.changed(checkpointing="full", batch=1, accumulating=True)
+
+
+def _sharded(shape: Shape, job: Job) -> Reading:
+    return shape, job.changed(stage=3, data_parallel=max(job.data_parallel, USUAL_RANKS), buckets=False)
+
+
+def _sharded_words(job: Job) -> str:
+    return f"weights, gradients and states sharded over {max(job.data_parallel, USUAL_RANKS)} ranks"
 
 
 def _halves(start: int, least: int) -> Iterator[int]:
