@@ -14,6 +14,7 @@ NAMES = (
     "curves",
     "importers",
     "memory",
+    "distributed",
     "cases",
     "demo",
     "console",

@@ -61,8 +61,9 @@ def of_capsule(capsule: Capsule) -> Verdict:
     return Verdict(frozenset(ranks), frozenset(calls), sure, frozenset(silent), chosen.rule, chosen.summary)
 
 
-def of_torchfrtrace(printed: str) -> Verdict:
-    """The first call that it reports, and the ranks that it holds responsible."""
+def of_torchfrtrace(printed: str) -> list[Verdict]:
+    """The calls for which it holds ranks responsible, in the order in which it prints them; its answer is the first."""
+    found: list[Verdict] = []
     opening_line = r"(?:Not all ranks joining|Collective sequence number|Input/output mismatch)[^\n:]*: (\d+)"
     for block in re.split(
         r"^(?=Not all ranks joining|Collective sequence number|Input/output mismatch)", printed, flags=re.MULTILINE
@@ -76,8 +77,8 @@ def of_torchfrtrace(printed: str) -> Verdict:
         ranks |= {int(each) for each in missing[1].split(",")} if missing and missing[1].strip() else set()
         if ranks:
             calls = {(group[1] if group else "", int(opening[1]))}
-            return Verdict(frozenset(ranks), frozenset(calls), True, rule="torchfrtrace", said=block[:200])
-    return Verdict()
+            found.append(Verdict(frozenset(ranks), frozenset(calls), True, rule="torchfrtrace", said=block[:200]))
+    return found
 
 
 def outcome(truth: Truth, verdict: Verdict, absent: frozenset[int] = frozenset()) -> Outcome:

@@ -95,7 +95,7 @@ def train(draw: random.Random, world: int, tensor: int, pipeline: int, calls: in
             stage, replica, shard = each // (data * tensor), each // tensor % data, each % tensor
             before = rank(stage - 1, replica, shard) if stage else None
             after = rank(stage + 1, replica, shard) if stage + 1 < pipeline else None
-            step = _step(names, each, before, after, width, layers, experts, draw.random)
+            step = _step(names, each, before, after, width, tensor, data, layers, experts, draw.random)
             programs[each] += step
     return Job(world, groups, [program[: max(calls, 8)] if pipeline == 1 else program for program in programs])
 
@@ -106,6 +106,8 @@ def _step(
     before: int | None,
     after: int | None,
     width: int,
+    shards: int,
+    replicas: int,
     layers: int,
     experts: bool,
     uneven: Callable[[], float],
@@ -120,10 +122,10 @@ def _step(
 
     exchange("recv", before, 10)
     for layer in range(layers if tensor is not None else 0):
-        calls.append(Call(tensor, "_all_gather_base", shape=hidden, shape_out=(8 * 2, 1, width), site=20))
+        calls.append(Call(tensor, "_all_gather_base", shape=hidden, shape_out=(8 * shards, 1, width), site=20))
         if experts and layer == 0:
             calls.append(Call(tensor, "all_to_all", shape=(64 + int(uneven() * 16), width), site=21))
-        calls.append(Call(tensor, "_reduce_scatter_base", shape=(8 * 2, 1, width), shape_out=hidden, site=22))
+        calls.append(Call(tensor, "_reduce_scatter_base", shape=(8 * shards, 1, width), shape_out=hidden, site=22))
     exchange("send", after, 11)
     exchange("recv", after, 12)
     for _ in range(layers if tensor is not None else 0):
@@ -133,7 +135,7 @@ def _step(
         calls.append(Call(data, "all_reduce", "Float", (width * 4 + (bucket == 2) * 512,), site=30))
     calls.append(Call("0", "all_reduce", "Float", (1,), site=40, sync=True))
     if data is not None:
-        calls.append(Call(data, "_all_gather_base", shape=(width,), shape_out=(width * 2,), site=31))
+        calls.append(Call(data, "_all_gather_base", shape=(width,), shape_out=(width * replicas,), site=31))
     return calls
 
 
