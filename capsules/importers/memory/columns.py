@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, cast
 
 import numpy as np
@@ -99,45 +99,45 @@ def events(trace: Sequence[Any], stacks: StackTable, pools: Pools, note: Note) -
 
 def _columns(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
     """Raises whatever a field of the wrong type makes Python or NumPy raise."""
-    code = _CODES.get
-    action = np.array([code(event["action"], _OTHER) for event in trace], np.uint8)
-    address = [event.get("addr", 0) for event in trace]
-    for at in np.flatnonzero(action == OOM).tolist():
-        address[at] = trace[at].get("device_free", 0)
-    frames = [event.get("frames") for event in trace]
-    lists, first, which = np.unique(
-        np.fromiter(map(id, frames), np.int64, len(frames)), return_index=True, return_inverse=True
-    )
-    numbers = np.fromiter((stacks.number(frames[at]) for at in first.tolist()), np.int32, len(lists))
-    del frames
-    size = _integers([event.get("size", 0) for event in trace])
-    pool = np.zeros(len(trace), np.int16)
+    count = len(trace)
+    try:
+        action = np.fromiter(map(_CODES.__getitem__, map(itemgetter("action"), trace)), np.uint8, count)
+    except KeyError:  # a kind that is not known
+        action = np.fromiter((_CODES.get(event["action"], _OTHER) for event in trace), np.uint8, count)
+    address = _integers(trace, "addr")
+    failures = np.flatnonzero(action == OOM)
+    address[failures] = [trace[at].get("device_free", 0) for at in failures.tolist()]
+    # Lists of frames are shared: each is looked at once.
+    try:
+        lists = np.fromiter(map(id, map(itemgetter("frames"), trace)), np.int64, count)
+    except KeyError:
+        lists = np.fromiter((id(event.get("frames")) for event in trace), np.int64, count)
+    _, first, which = np.unique(lists, return_index=True, return_inverse=True)
+    numbers = [stacks.number(trace[at].get("frames")) for at in first.tolist()]
+    pool = np.zeros(count, np.int16)
     if any("pool_id" in event for event in (*trace[:1], *trace[-1:])):
-        pool = np.array([pools.number(event.get("pool_id")) for event in trace], np.int16)
+        pool = np.fromiter((pools.number(event.get("pool_id")) for event in trace), np.int16, count)
     return Columns(
         action=action,
-        address=_integers(address),
-        size=size,
-        stream=_integers([event.get("stream", 0) for event in trace]),
+        address=address,
+        size=_integers(trace, "size"),
+        stream=_integers(trace, "stream"),
         pool=pool,
-        time_us=_integers([event.get("time_us", 0) for event in trace]),
-        stack=numbers[which] if len(lists) else np.zeros(0, np.int32),
+        time_us=_integers(trace, "time_us"),
+        stack=np.array(numbers, np.int32)[which] if count else np.zeros(0, np.int32),
     )
 
 
-def _integers(values: list[Any]) -> Array:
-    """int64[N]; of values that need the 64th bit the same bits.
+def _integers(trace: Sequence[Any], name: str) -> Array:
+    """A field of every event, int64[N]; 0 where it is absent.
 
     Raises:
-        TypeError, ValueError, OverflowError: something is no integer.
+        TypeError, ValueError, OverflowError: something is no integer of 64 bits with a sign.
     """
-    with contextlib.suppress(OverflowError):
-        found = np.array(values)
-        if found.dtype.kind == "i" and found.ndim == 1:
-            return found.astype(np.int64, copy=False)
-    if any(type(each) is not int for each in values):
-        raise TypeError("no integer")
-    return np.array([each - (1 << 64) if each >= 1 << 63 else each for each in values], np.int64)
+    try:
+        return np.fromiter(map(itemgetter(name), trace), np.int64, len(trace))
+    except KeyError:
+        return np.fromiter((event.get(name, 0) for event in trace), np.int64, len(trace))
 
 
 def _cleaned(event: Any) -> dict[str, Any] | None:
@@ -146,15 +146,14 @@ def _cleaned(event: Any) -> dict[str, Any] | None:
         return None
     fields = cast("dict[Any, Any]", event)
     action, size = text(fields.get("action"), 100), integer(fields.get("size", 0))
-    place = integer(fields.get("device_free" if action == "oom" else "addr", 0))
-    if action is None or size is None or place is None or not -(1 << 63) <= place < 1 << 64:
+    name = "device_free" if action == "oom" else "addr"
+    if action is None or size is None or integer(fields.get(name, 0)) is None:
         return None
-    if not -(1 << 63) <= size < 1 << 63:
-        size = -1  # counted among the impossible ones
     return {
         "action": action,
-        "device_free" if action == "oom" else "addr": place,
-        "size": size,
+        "addr": 0,
+        name: _signed(fields.get(name)),
+        "size": size if -(1 << 63) <= size < 1 << 63 else -1,  # counted among the impossible ones
         "stream": _signed(fields.get("stream")),
         "time_us": _signed(fields.get("time_us")),
         "frames": fields.get("frames"),
@@ -163,6 +162,7 @@ def _cleaned(event: Any) -> dict[str, Any] | None:
 
 
 def _signed(value: Any) -> int:
+    """64 bits with a sign: of what needs the 64th bit the same bits, so that high addresses are negative."""
     found = integer(value) or 0
     return found - (1 << 64) if found >= 1 << 63 else max(found, -(1 << 63))
 
