@@ -27,7 +27,7 @@ _LOST = 256 * MIB
 _TRIED, _ENDS = 8, 256
 
 _ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_BARE = re.compile(rb"\s*(?:\xef\xbb\xbf)?\s*\[")
+_BARE = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _END = re.compile(rb"(?:\}\s*|^\s*)\]")
 _NO_NUMBER = re.compile(rb"(?<=[:,\[])(\s*)-?(?:NaN|nan|[iI]nf(?:inity)?)(?=\s*[,}\]])")

@@ -28,13 +28,13 @@ _XLA = re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) (\d
 _TOTAL = re.compile(r"(?:GPU|XPU|NPU|Device) ?(\d{1,6}) has a total capac[it]+y of ([\d.]+) " + _UNIT)
 _FREE = re.compile(r"of which ([\d.]+) " + _UNIT + " is free")
 _ALLOCATED = re.compile(r"allocated memory ([\d.]+) " + _UNIT + " is allocated by PyTorch")
-_POOLS = re.compile(r"([\d.]+) " + _UNIT + " allocated in private pools")
-_IDLE = re.compile(r"([\d.]+) " + _UNIT + " is reserved by PyTorch but unallocated")
+_POOLS = re.compile(r"([\d.]{1,20}) " + _UNIT + " allocated in private pools")
+_IDLE = re.compile(r"([\d.]{1,20}) " + _UNIT + " is reserved by PyTorch but unallocated")
 _OTHERS = re.compile(r"Process (\d{1,18}) has ([\d.]+) " + _UNIT + " memory in use")
 _OWN = re.compile(r"this process has ([\d.]+) " + _UNIT + " memory in use")
 #: ``(GPU 5; 23.70 GiB total capacity; 22.00 GiB already allocated; …)``: what each number is called.
 _LISTED = re.compile(r"\((?:GPU|XPU|NPU|MLU) {1,4}(\d{1,6});([^()]{1,600}(?:\([^()]{0,80}\)[^()]{0,200})?)\)?")
-_ITEM = re.compile(r"([\d.]+) " + _UNIT + r" ([a-z ]{3,30})")
+_ITEM = re.compile(r"([\d.]{1,20}) " + _UNIT + r" ([a-z ]{3,30})")
 _CALLED = {
     "total capacity": "capacity",
     "already allocated": "allocated",
