@@ -17,7 +17,7 @@ from tests.distributed.lab.honest import HONEST
 from tests.distributed.lab.judge import alarms, first_finding, names_site, report_on, site, unexplained
 from tests.distributed.lab.launch import Launch, Started
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all the launch that comes before its job
+pytestmark = pytest.mark.timeout(400)  # the first test waits for all the launch that comes before its job
 
 
 @pytest.fixture(scope="module")

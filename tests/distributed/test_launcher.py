@@ -11,7 +11,7 @@ from tests.distributed.lab.faults import FOREVER
 from tests.distributed.lab.judge import first_finding, names_site, report_on, unexplained
 from tests.distributed.lab.launch import Launch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_torchrun_ends_the_others_when_a_rank_is_killed(tmp_path: Path):

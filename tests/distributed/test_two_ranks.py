@@ -10,7 +10,7 @@ from tests.distributed.lab.faults import FAULTS
 from tests.distributed.lab.judge import alarms, first_finding, names_site, report_on, unexplained
 from tests.distributed.lab.launch import Launch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 #: Which of two different calls is wrong takes a third rank to say.
 UNDECIDED = ("different shape", "different op", "perturbed parameters")

@@ -29,7 +29,7 @@ from .job import PATIENT, Job
 AT_ONCE = 4
 
 #: Seconds after which a process ends by itself, should the one that started all be gone.
-LIFE = 280
+LIFE = 600
 
 
 def place(folder: Path, name: str) -> Path:
