@@ -47,12 +47,12 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A rank's own time is the step without its collectives. Relative speed is the median own time of the others of
         the same pipeline stage over that of the rank: below 0.7, in the median over the steps after the warm-up and in
-        at least 60 % of them, while it costs 10 % of the step and 5 ms or more; waiting
-        for input is judged by itself, too, from 20 % of the step on. Three steps are enough where the times
-        of the others are steady, twelve where they scatter by a quarter of their size. The share of calls to which it
-        came last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank
-        to rank: that is work of unequal length, no slow rank. Undetermined where a rank only queues its calls after
-        all others: its host may run less far ahead, and no device wait.
+        at least 60 % of them, while it costs 10 % of the step and 5 ms or more; waiting for input is judged by itself,
+        too, from 20 % of the step on. Three steps are enough where the times of the others are steady; twelve, and
+        slowness in 80 % of them, where they scatter by a quarter of their size. The share of calls to which it came
+        last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank to
+        rank: that is work of unequal length, no slow rank. Undetermined where a rank only queues its calls after all
+        others: its host may run less far ahead, and no device wait.
 
     Looks like it but is not:
         Ranks that wait: they show the longest times in collectives. Warm-up, one slow step for a checkpoint or an
@@ -135,9 +135,11 @@ def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
     alone = len(timing.own) == 1 and not timing.steps  # a mean a rank
     found: list[_Slow] = []
     for rank, each in losses.items():
-        if not alone and pieces < min(T.NOISY_PIECES, T.FEWEST_PIECES + int(T.PIECES_PER_NOISE * _noise(losses, rank))):
+        noise = _noise(losses, rank)
+        if not alone and pieces < min(T.NOISY_PIECES, T.FEWEST_PIECES + int(T.PIECES_PER_NOISE * noise)):
             continue
-        slow = _judge(timing, rank, each, pieces)
+        persistent = T.PERSISTENT if noise <= T.NOISE else T.PERSISTENT_IN_NOISE
+        slow = _judge(timing, rank, each, persistent * max(pieces, len(each)))
         # A rank that reads for its peers is late with its input by design.
         if slow is not None and not (
             slow.inputs and where is not None and (where.has("tensor") or where.has("context"))
@@ -156,8 +158,8 @@ def _noise(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -
     return deviation / median if median > 0 else T.NOISY_PIECES
 
 
-def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]], judged: int) -> _Slow | None:
-    """Whether one rank is slow: its own times beside its peers', piece by piece."""
+def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]], most: float) -> _Slow | None:
+    """Whether one rank is slow in so many pieces: its own times beside its peers', piece by piece."""
     whole = float(np.median([timing.whole[piece] for piece in pieces]))
     own, others = np.array(list(pieces.values())).T
     speeds = np.array([theirs / mine if mine > 0 else math.inf for mine, theirs in pieces.values()])
@@ -165,7 +167,7 @@ def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]],
     least = max(T.LOST_SECONDS, timing.share * whole)
     slow = (speeds < T.SLOW) & (own - others >= least)
     # Where only extremes are reported, a rank has no point at the steps at which it was none.
-    if slow.sum() < T.PERSISTENT * max(judged, len(pieces)) or speed >= T.SLOW or cost < least:
+    if slow.sum() < most or speed >= T.SLOW or cost < least:
         return None
     waits: list[float] = []
     for piece in pieces:

@@ -48,6 +48,8 @@ BATCHES_READ, ROWS_READ = 256, 512
 #: distributed/straggler: relative speed; least cost of a step, in seconds and as a share of the step; share of the
 #: steps in which the same rank is slow; share of the loss that late input explains.
 SLOW, LOST_SECONDS, LOST_SHARE, PERSISTENT, EXPLAINED = 0.7, 5e-3, 0.1, 0.6, 0.6
+#: Scatter of the other ranks from which on the same rank must be slow in a larger share of the steps.
+NOISE, PERSISTENT_IN_NOISE = 0.25, 0.8
 #: Share of the step that late input must cost where it alone is compared.
 LOST_TO_INPUT = 0.2
 #: Steps left out at the start (a third of them at most), and steps read.
