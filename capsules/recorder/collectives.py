@@ -21,6 +21,7 @@ from ..layout import rank_directory
 from ..writer import CapsuleWriter
 from .calls import Call, Calls
 from .flight import Group, Groups, Record, read
+from .internals import process_groups, sequence_number
 from .journal import Journal
 from .operation import Operation, Row
 
@@ -262,6 +263,10 @@ class Collectives:
                 if value >= 0:
                     value = self._as_collective(name, value)
                     found[each][name] = value if failed is None or each == "last_seq" else min(value, failed - 1)
+        for group in process_groups():
+            about = self._groups.of(group)
+            if about.gloo and about.recorded:
+                found["last_seq"][about.name] = max(sequence_number(group) - self._not_collectives(about.name), 0)
         return found
 
     def late(self, most: float, exact: float | None = None) -> tuple[Operation, float] | None:

@@ -126,6 +126,8 @@ def _makes(model: nn.Module) -> dict[str, Any]:
         found["norm"] = "rms"
     elif "layernorm" in names:
         found["norm"] = "layer"
+    if any("newgelu" in name for name in names):
+        found["mlp"] = "gelu-written-out"
     if any(base.__module__.partition(".")[0] == "transformers" for each in modules for base in type(each).__mro__):
         found["library"] = "transformers"
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)  # to_dict leaves it out

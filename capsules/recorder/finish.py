@@ -18,6 +18,7 @@ from . import statistics
 from .captured import StepSample
 from .coverage import coverage
 from .device import DeviceScalars
+from .failure import by_collective, raised_at, said_by
 from .loop import Loop
 from .observed import observed_facts
 from .output import Output, read_samples, standard_scalars
@@ -89,13 +90,14 @@ class Finisher:
         words = said_by(error)[:2000]
         message = f"{name}: {words}"[:2000]
         self._crashed = True
+        frames = raised_at(error)
         if self.ranks is not None:
-            inside = window is not None and "optim" not in message and window.backward_began
-            self.ranks.ends(kind, message, since=inside or None)
+            began = 0.0 if window is None else window.backward_began or window.micro.began
+            self.ranks.ends(kind, message, since=began if by_collective(error, frames) else None)
         if window is not None:
             device = isinstance(error, torch.OutOfMemoryError)
             extra: dict[str, Any] = self._loop.memory.failure(words) if device else {"where": "host"} if memory else {}
-            window.event(kind, type=name, message=words, **extra)
+            window.event(kind, type=name, message=words, frames=frames or None, **extra)
         self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
         self._writer.heartbeat(status="crashed")
 
@@ -380,11 +382,3 @@ class Finisher:
             self._writer.close(status="crashed" if self._crashed else "sealed")
         except Exception:  # not even the reserve was left: readers will see that its writer is gone
             return
-
-
-def said_by(error: BaseException) -> str:
-    """The words of an exception; whoever raised it may have made even those raise."""
-    try:
-        return str(error)
-    except Exception as fault:
-        return f"(its words cannot be had: {type(fault).__name__})"

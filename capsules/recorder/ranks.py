@@ -22,6 +22,7 @@ from ..writer import CapsuleWriter
 from . import checksums
 from .calls import frames_of
 from .collectives import Collectives
+from .failure import said_by
 from .operation import Operation
 from .triggers import Trigger
 from .watchdog import TICK, Watchdog
@@ -114,7 +115,7 @@ class Ranks:
         self._attempt("ranks", self._account)
         # Also after 1, 2, 4, 8 … windows: a short run has few that are due. Never at the end, where a rank may have
         # made something else of its model to save it.
-        if window.due or self._steps & (self._steps - 1) == 0:
+        if window.stepped and (window.due or self._steps & (self._steps - 1) == 0):
             self._attempt("checksums", lambda: self._checksums(window))
 
     def _checksums(self, window: Window) -> None:
@@ -266,6 +267,4 @@ def _uncaught() -> dict[str, Any] | None:
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception):
         return None
-    from .finish import said_by
-
     return {"kind": "exception", "message": f"{type(error).__name__}: {said_by(error)}"[:2000], "t": time.time()}

@@ -33,7 +33,8 @@ from .between import Between
 from .checkpoints import Checkpoints
 from .device import DeviceScalars
 from .evaluation import Pass
-from .finish import Finisher, said_by
+from .failure import said_by
+from .finish import Finisher
 from .hooks import ModuleHooks
 from .loop import Loop
 from .ranks import Ranks
