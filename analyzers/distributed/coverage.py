@@ -9,7 +9,8 @@ import numpy as np
 
 from ..finding import Evidence, Finding
 from ..registry import rule
-from .collectives import Calls, calls
+from .collectives import Calls
+from .reading import calls
 from .words import named_ranks
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import numpy as np
 
 from . import thresholds as T
 from .alignment import Parting, partings, sisters, slip
-from .collectives import UNKNOWN, Calls, calls
+from .collectives import UNKNOWN, Calls
 from .programs import Reversal, departures, reversals
+from .reading import calls
 from .standstill import Standstill, last_exits, standstill
 from .waiting import Wait, Waiting, behind, waiting
 
@@ -200,7 +201,7 @@ def _of_call(known: Calls, state: Waiting, wait: Wait, ranks: list[int]) -> Miss
         decided = _sisters_made(known, wait) is not None
     row, length = UNKNOWN, 0
     if not wait.direct:
-        slips = {slip(known, wait.group, rank, entered) for rank in ranks}
+        slips = {slip(known, wait.group, rank, entered) for rank in ranks[: T.LISTED]}
         if len(slips) == 1 and (found := slips.pop()) is not None:
             row, length = found
     slow = {} if wait.direct else behind(known, wait.group, entered)

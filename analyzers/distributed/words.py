@@ -29,7 +29,7 @@ def named_ranks(ranks: Iterable[int]) -> str:
         )
         start = last = rank if rank is not None else last
     if len(parts) > T.LISTED:
-        parts = [*parts[: T.LISTED], f"… ({len(ordered)} in all)"]
+        return f"{len(ordered):,} ranks ({', '.join(parts[: T.LISTED])}, …)"
     joined = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
     return f"rank{'s' if len(ordered) > 1 else ''} {joined}"
 
