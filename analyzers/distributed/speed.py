@@ -15,7 +15,7 @@ from ..registry import NotCaptured, rule
 from ..series import curve, spread
 from . import thresholds as T
 from .layout import Layout, hosts, layout
-from .timing import ARRIVALS, Timing, last_arrivals, steady_lag, timings
+from .timing import ARRIVALS, INPUTS, THROUGHPUT, Timing, last_arrivals, steady_lag, timings
 from .words import named_ranks
 
 if TYPE_CHECKING:
@@ -228,77 +228,58 @@ def _turns(timing: Timing, where: Layout | None) -> Finding | None:
 
 def _finding(capsule: Capsule, timing: Timing, slow: _Slow) -> Finding:
     rank = slow.ranks[0]
-    unit = "of a step" if timing.steps else "of a piece" if slow.pieces > 1 else "of a step"
-    relative = timing.source == "reported throughput"
-    cost = f"{slow.share:.0%} {unit}" if relative else f"{_ms(slow.lost)}, {slow.share:.0%} {unit}"
-    also = f"; as do {named_ranks(slow.ranks[1:])}" if slow.ranks[1:] else ""
-    reason = "waiting for its input" if slow.inputs else "outside collectives"
-    times = "" if relative else f" ({_ms(slow.own)} of its own {reason}, the others {_ms(slow.others)})"
-    waits = _median(timing.waited, rank)
-    others = [_median(timing.waited, each) for each in _ranks(timing) if each not in slow.ranks]
-    known = [each for each in others if each is not None]
-    last, calls = last_arrivals(capsule)
-    named = hosts(capsule).get(rank)
+    host = hosts(capsule).get(rank)
+    who = f"Rank {rank}{f' on {host}' if host else ''}"
+    of = "of a step" if timing.steps or slow.pieces == 1 else "of the time between its calls"
+    if timing.source == INPUTS:
+        words = f"waits {_ms(slow.own)} for its input, the others {_ms(slow.others)}: {slow.share:.0%} {of}"
+    elif timing.source == THROUGHPUT:
+        words = f"runs at {slow.speed:.2f} of the speed of the others and costs {slow.share:.0%} {of}"
+    else:
+        own = f"{_ms(slow.own)} of its own {'waiting for its input' if slow.inputs else 'outside collectives'}"
+        words = f"runs at {slow.speed:.2f} of the speed of the others ({own}, the others {_ms(slow.others)}) and costs "
+        words += f"{_ms(slow.lost)}, {slow.share:.0%} {of}"
+    if slow.ranks[1:]:
+        words += f"; {named_ranks(slow.ranks[1:])} are slow, too"
+    cause = "its input comes late: the loader of this rank is slow" if slow.inputs else "this rank computes more slowly"
+    if slow.inputs:
+        first, fix = "time the loader of this rank alone", "more loader workers, or data near the node"
+    else:
+        first = "swap the rank to a spare node and see whether the slowness moves"
+        fix = "replace or repair the device, or take the extra work off this rank"
     return Finding(
         confidence="likely",
         title="A rank is slower than the others",
-        summary=(
-            f"Rank {rank}{f' on {named}' if named else ''} runs at {slow.speed:.2f} of the speed of the others{times}"
-            f" and costs {cost}{also}."
-        ),
+        summary=f"{who} {words}.",
         where=Where(step=slow.first if timing.steps else None, rank=rank),
-        evidence=(
-            Evidence(
-                name="relative speed", value=slow.speed, expected=f"≥ {T.SLOW:g}", note=f"rank {rank}; {timing.source}"
-            ),
-            *(
-                []
-                if relative
-                else [Evidence(name="own time", value=slow.own, expected=slow.others, unit="s", note=f"rank {rank}")]
-            ),
-            *(
-                [
-                    Evidence(
-                        name="time in collectives",
-                        value=waits,
-                        expected=float(np.median(known)),
-                        unit="s",
-                        note=f"rank {rank}; the least of all is that of the slow rank",
-                    )
-                ]
-                if waits is not None and known
-                else []
-            ),
-            Evidence(name="share of the step lost", value=slow.share, expected=f"< {timing.share:g}"),
-            *(
-                [
-                    Evidence(
-                        name="share of calls it came to last",
-                        value=last[rank] / calls,
-                        expected=f"≤ {_percentile_of_turns(calls, len(last)):.2f}",
-                        note=f"{calls} calls",
-                    )
-                ]
-                if rank in last and calls
-                else []
-            ),
-            *_device(capsule, slow.ranks[0]),
-        ),
-        cause="its input comes late: the loader of this rank is slow"
-        if slow.inputs
-        else "this rank computes more slowly",
-        next=(
-            "time the loader of this rank alone"
-            if slow.inputs
-            else "swap the rank to a spare node and see whether the slowness moves",
-            "other processes, clocks and temperature of the device",
-        ),
-        fix=(
-            "more loader workers, or data near the node"
-            if slow.inputs
-            else "replace or repair the device, or take the extra work off this rank",
-        ),
+        evidence=tuple(_numbers(capsule, timing, slow)),
+        cause=cause,
+        next=(first, "other processes, clocks and temperature of the device"),
+        fix=(fix,),
     )
+
+
+def _numbers(capsule: Capsule, timing: Timing, slow: _Slow) -> Iterator[Evidence]:
+    rank = slow.ranks[0]
+    which = f"rank {rank}"
+    note = f"{which}; {timing.source}"
+    if timing.source != INPUTS:
+        yield Evidence(name="relative speed", value=slow.speed, expected=f"≥ {T.SLOW:g}", note=note)
+    if timing.source != THROUGHPUT:
+        yield Evidence(name="own time", value=slow.own, expected=slow.others, unit="s", note=note)
+    waits = _median(timing.waited, rank)
+    others = [_median(timing.waited, each) for each in _ranks(timing) if each not in slow.ranks]
+    known = [each for each in others if each is not None]
+    if waits is not None and known:
+        least = f"{which}; the least of all is that of the slow rank"
+        yield Evidence(name="time in collectives", value=waits, expected=float(np.median(known)), unit="s", note=least)
+    yield Evidence(name="share of the step lost", value=slow.share, expected=f"< {timing.share:g}")
+    last, calls = last_arrivals(capsule)
+    if calls and rank in last:
+        turns = f"≤ {_percentile_of_turns(calls, len(last)):.2f}"
+        share = last[rank] / calls
+        yield Evidence(name="share of calls it came to last", value=share, expected=turns, note=f"{calls} calls")
+    yield from _device(capsule, rank)
 
 
 def _lagging(rank: int, lag: float, between: float, calls: int) -> Finding:

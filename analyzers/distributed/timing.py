@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 ByRank = dict[int, float]
 
-ARRIVALS = "arrivals at the same calls"
+#: Sources whose numbers mean something else than the own time in seconds, or are less sure.
+ARRIVALS, INPUTS, THROUGHPUT = "arrivals at the same calls", "data_time of each step", "reported throughput"
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,7 @@ def _reported(capsule: Capsule) -> Timing | None:
             scale = {step: min(each.values()) for step, each in own.items()}
             # Only ratios mean something: as seconds, a step of one second on the fastest rank.
             own = {step: {rank: value / scale[step] for rank, value in each.items()} for step, each in own.items()}
-            return Timing("reported throughput", own, {step: max(each.values()) for step, each in own.items()})
+            return Timing(THROUGHPUT, own, {step: max(each.values()) for step, each in own.items()})
     spent = _several(_series(capsule, "round_trip_time"))
     if not spent:
         return None
@@ -347,8 +348,7 @@ def _inputs(capsule: Capsule) -> Timing | None:
                 for rank, value in each.items()
             }
             whole[step] = longest
-    source = "data_time of each step"
-    return Timing(source, own, whole, {}, own, share=T.LOST_TO_INPUT) if own else None
+    return Timing(INPUTS, own, whole, {}, own, share=T.LOST_TO_INPUT) if own else None
 
 
 def _unsynchronised(capsule: Capsule) -> Timing | None:
