@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .caching_allocator import GIB, KIB, MIB, CachingAllocator, stack
+from .training_memory import ENOUGH, numbered
 
 EVENTS, MOST_SECONDS, MOST_MB = 400_000, 2.0, 300.0
 #: Commands of torch.cuda._memory_viz that print or write without asking the network for a script.
@@ -99,8 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--events", type=int, default=EVENTS)
     parser.add_argument("--runs", type=int, default=3, help="runs of each command, in turn; the median counts")
+    parser.add_argument("--jobs", type=int, default=240, help="jobs of which some leak")
     options = parser.parse_args(arguments or [])
-    print(f"$ python -m benchmarks.memory --events {options.events} --runs {options.runs}")
+    print(f"$ python -m benchmarks.memory --events {options.events} --runs {options.runs} --jobs {options.jobs}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for label, own in (("each line of code one list of frames", False), ("each event a list of its own", True)):
@@ -108,6 +110,42 @@ def main(arguments: list[str] | None = None) -> None:
             write_snapshot(path, options.events, own_stacks=own)
             print(f"\nsnapshot of {options.events:,} events, {path.stat().st_size / 1e6:.0f} MB, {label}")
             _compare(path, folder, options.runs)
+            path.unlink()
+        _jobs(folder, options.jobs)
+
+
+def _jobs(folder: Path, count: int) -> None:
+    """How often rules are right on jobs by number: leaks that are named by their line, honest ones that are not."""
+    from llmconsole.analyzers.registry import all_rules
+    from llmconsole.analyzers.runner import analyze
+    from llmconsole.capsules import Capsule
+    from llmconsole.capsules.importers import import_files
+
+    rules = [
+        each for each in all_rules() if each.id in ("memory/leak", "memory/logged-tensors", "memory/fragmentation")
+    ]
+    leaks = found = wrong = honest = alarms = 0
+    path = folder / "snapshot.pickle"
+    for number in range(count):
+        kind, device, leaked = numbered(number)
+        if kind == "leak" and leaked < ENOUGH:
+            continue  # too few steps to tell: not counted
+        with path.open("wb") as file:
+            pickle.dump(device.snapshot(), file)
+        first = analyze(Capsule.open(import_files([path], folder / "capsules", attach=False)), rules).first_divergence
+        if kind == "leak":
+            leaks += 1
+            found += first is not None and "train.py:88" in first.summary
+            wrong += first is not None and "train.py:88" not in first.summary
+        else:
+            honest += 1
+            alarms += first is not None
+    print(
+        f"\n{leaks + honest} jobs on the model of the allocator: {leaks} leak a block of one line in {ENOUGH} steps or more"
+    )
+    print(
+        f"leaks named by their line: {found} of {leaks}, by another one: {wrong}; alarms on honest jobs: {alarms} of {honest}"
+    )
 
 
 def _compare(path: Path, folder: Path, runs: int) -> None:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...capsules.allocator import ALLOC, CATEGORIES, Array, Blocks, History, Stacks
+from ...capsules.allocator import ALLOC, CATEGORIES, SMALL, Array, Blocks, History, Stacks
 from ...capsules.errors import EvidenceError
 from .thresholds import EARLIER_BLOCKS, FEW_STEPS, GROWTH_GAP, GROWTH_STEPS, GUESSED_BLOCKS, NET_GROWTH, STILL_GROWING
 
@@ -103,6 +103,12 @@ def own_frame(history: History, stack: int) -> str:
     return " ".join(each for each in (name, place) if each)
 
 
+def alike(size: Array) -> Array:
+    """Which sizes are the usual one, bool[N]; a block above 1 MiB may keep up to 1 MiB that nobody asked for."""
+    typical = np.median(size)
+    return np.abs(size - typical) <= (SMALL if typical > SMALL else 0)
+
+
 def by_stack(blocks: Blocks) -> list[tuple[int, int, int]]:
     """(stack, blocks, bytes) of blocks, most bytes first."""
     stacks, which, count = np.unique(blocks.stack, return_inverse=True, return_counts=True)
@@ -172,7 +178,7 @@ class Growth:
         stack: number of the stack.
         count, size: its live blocks, and their bytes.
         typical: the usual size of one block.
-        alike: share of blocks that have it.
+        alike: share of blocks that have it, but for what a large one keeps beyond what was asked for.
         a_step: blocks that come with each step of growth.
         steps: the number of steps in the trace in which it grew.
         known_by: how the steps are known.
@@ -240,7 +246,7 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
             count=len(mine),
             size=int(mine.size.sum()),
             typical=typical,
-            alike=float((mine.size == typical).mean()),
+            alike=float(alike(mine.size).mean()),
             a_step=int((mine.born >= history.prologue).sum()) / grown,
             steps=grown,
             known_by=passed.known_by,

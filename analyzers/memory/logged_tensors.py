@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, rule
-from .allocator import Growth, by_stack, growth, histories, last_event, long_enough, own_frame
+from .allocator import Growth, alike, by_stack, growth, histories, last_event, long_enough, own_frame
 from .leak import growth_evidence, rising
 from .oom import gib
 from .thresholds import GROWTH_STEPS, LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, LOGGED_GROWTH, MANY_ALIKE
@@ -99,10 +97,10 @@ def _many(history: History) -> tuple[int, int, int] | None:
             continue
         if any(_MODEL.search(name) for name, _, _ in history.stacks.of(stack)):
             continue
-        sizes, counts = np.unique(live.size[live.stack == stack], return_counts=True)
-        most = int(counts.argmax())
-        if counts[most] >= LOGGED_ALIKE * count and sizes[most] <= LOGGED_BYTES:
-            return stack, int(counts[most]), int(sizes[most] * counts[most])
+        sizes = live.size[live.stack == stack]
+        same = sizes[alike(sizes)]
+        if len(same) >= LOGGED_ALIKE * count and same[0] <= LOGGED_BYTES:
+            return stack, len(same), int(same.sum())
     return None
 
 

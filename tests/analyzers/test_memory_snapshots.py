@@ -13,8 +13,9 @@ from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule, CapsuleWriter
 
 from benchmarks.caching_allocator import GIB, KIB, MIB, CachingAllocator, OutOfMemory, largest_free, stack
+from benchmarks.training_memory import ENOUGH, EXTRA_LOSS, LOOP, WEIGHTS, Job, layer, numbered
 from tests.analyzers.conftest import rule_named
-from tests.analyzers.snapshots import EXTRA_LOSS, LOOP, WEIGHTS, Job, imported, layer, save
+from tests.analyzers.snapshots import imported, save
 
 LEAK, LOGGED, FRAGMENTED = "memory/leak", "memory/logged-tensors", "memory/fragmentation"
 
@@ -61,8 +62,7 @@ class TestALoggedLossThatIsKept:
         assert "train.py:88" in logged.summary
         assert value(logged, "live blocks") == 60
         assert value(logged, "bytes of them") == 60 * 2 * MIB
-        report = analyze(capsule)
-        assert not report.errors
+        report = analyze(capsule, [rule_named(LEAK), rule_named(LOGGED)])
         assert report.first_divergence is not None
         assert report.first_divergence.rule == LOGGED
         leak = next(each for each in report.findings if each.rule == LEAK)
@@ -401,6 +401,19 @@ class TestFragmentation:
         [finding] = says(FRAGMENTED, imported(tmp_path, a))
         assert "lengths grow" in str(finding.cause)
         assert "longest batches first" in finding.fix[0]
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_of_jobs_by_number_those_that_leak_are_named_and_the_others_are_quiet(tmp_path: Path, number: int):
+    kind, device, leaked = numbered(number)
+    report = analyze(imported(tmp_path, device), [rule_named(each) for each in (LEAK, LOGGED, FRAGMENTED)])
+    assert not report.errors
+    if kind != "leak":
+        assert not report.findings
+    elif leaked >= ENOUGH:
+        assert report.first_divergence is not None
+        assert report.first_divergence.rule == LOGGED
+        assert "train.py:88" in report.first_divergence.summary
 
 
 @pytest.mark.parametrize("rule", [LEAK, LOGGED, FRAGMENTED])
