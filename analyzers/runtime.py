@@ -33,6 +33,8 @@ _MOST_LINES = 3
     explained_by=(
         "data/token-out-of-vocabulary",
         "memory/capacity",
+        "memory/fragmentation",
+        "memory/other-process",
         "numerics/first-nonfinite",
         "numerics/fp16-overflow",
         "numerics/loss-nonfinite",

@@ -141,7 +141,7 @@ class Model(Part):
     sliding_window: Count | None = None
     use_cache: bool | None = None
     attention: str | None = None  # fused, or materialised: whether scores of [T, T] are kept
-    mlp: str | None = None  # gelu (two matrices) or gated (three)
+    mlp: str | None = None  # gelu or gelu-written-out (two matrices), or gated (three)
     norm: str | None = None  # layer or rms
     dropout: float | None = None  # the largest
     library: str | None = None  # whose model it is, where a library made it: transformers

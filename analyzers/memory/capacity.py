@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     stage="runtime",
     severity="warning",
     needs=("records.events",),
+    explained_by=(
+        "memory/eval-graph",
+        "memory/leak",
+        "memory/logged-tensors",
+        "memory/long-tail",
+        "memory/serving-admission",
+        "memory/serving-cancelled",
+        "memory/serving-output-limit",
+        "memory/serving-pages",
+        "memory/serving-prefix-references",
+    ),
     cases=("out-of-memory-after-hours",),
 )
 def capacity(capsule: Capsule) -> Iterator[Finding]:

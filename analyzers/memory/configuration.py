@@ -114,8 +114,8 @@ def _shapes(model: Model, vocabulary: int) -> tuple[list[Shape], list[str]]:
     """The shapes that a manifest admits, and the fields it leaves open; the number of parameters decides among them."""
     layers, hidden, heads = model.layers or 1, model.hidden or 1, model.heads or 1
     unknown: list[str] = []
-    kinds: tuple[Literal["gelu", "gated"], ...] = ("gelu", "gated")
-    if model.mlp in kinds:
+    kinds: tuple[Literal["gelu", "gelu-written-out", "gated"], ...] = ("gelu", "gated")
+    if model.mlp in (*kinds, "gelu-written-out"):
         kinds = (model.mlp,)
     ways: tuple[Literal["fused", "materialised"], ...] = ("fused", "materialised")
     if model.attention in ways:

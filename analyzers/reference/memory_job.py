@@ -25,8 +25,9 @@ STATE_BYTES: Final = {
 class Shape:
     """A decoder-only transformer. ``positions`` is the number of learned ones, 0 for a rotation.
 
-    ``attention`` is fused where no [T, T] scores are kept (flash, memory-efficient, SDPA), ``mlp`` is two matrices with
-    a GELU between them or three with a gate, ``norm`` a LayerNorm or an RMSNorm as it is written out in eager code.
+    ``attention`` is fused where no [T, T] scores are kept (flash, memory-efficient, SDPA). ``mlp`` is two matrices with
+    a GELU between them (one kernel, or its tanh formula written out in eager code), or three with a gate; ``norm`` a
+    LayerNorm, or an RMSNorm as it is written out in eager code.
     """
 
     layers: int
@@ -40,7 +41,7 @@ class Shape:
     tied: bool = False
     bias: bool = True
     norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "gated"] = "gelu"
+    mlp: Literal["gelu", "gelu-written-out", "gated"] = "gelu"
     attention: Attention = "fused"
 
     def __post_init__(self) -> None:

@@ -73,11 +73,12 @@ def _feed_forward(shape: Shape, job: Job) -> Piece:
     tokens, width, t = tokens_of(job), width_of(job), job.tensor_parallel
     hidden, inner = tokens * shape.hidden, tokens * shape.inner / t
     gated = shape.mlp == "gated"
-    # Before and after the GELU; gate, its SiLU, the other branch, and the product.
-    saved = hidden / (t if job.sequence_parallel else 1) * width + inner * width * (4 if gated else 2)
+    # Before and after the GELU, and of its formula x/2, tanh and 1 + tanh; gate, its SiLU, the other branch, product.
+    kept, more = {"gelu": (2, 1), "gelu-written-out": (5, 2), "gated": (4, 2)}[shape.mlp]
+    saved = hidden / (t if job.sequence_parallel else 1) * width + inner * width * kept
     saved += hidden * noise_of(job, width) / (t if job.sequence_parallel else 1) if job.dropout else 0.0
     stream = hidden * stream_of(job)
-    backward = stream + hidden * width + inner * width * (2 if gated else 1)
+    backward = stream + hidden * width + inner * width * more
     linear = shape.hidden * shape.inner / t * (3 if gated else 2)
     biases = shape.inner / t * (2 if gated else 1) + shape.hidden if shape.bias else 0
     return Piece(saved + _cast(job, linear), stream + hidden * width, backward, linear + biases)

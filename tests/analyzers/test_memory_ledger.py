@@ -15,9 +15,10 @@ from llmconsole.analyzers.reference.memory_model import estimate
 from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule, Recorder
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from tests.analyzers.conftest import rule_named
-from tests.analyzers.sweep.memory_models import BASE, GPT, measure
+from tests.analyzers.sweep.memory_models import BASE, GPT, measure, peaks, size_of, state_of
 
 LEDGER, CAPACITY = "memory/ledger", "memory/capacity"
 GIB = 1 << 30
@@ -307,3 +308,50 @@ def test_fields_that_are_missing_are_named_and_a_configuration_that_explains_not
     (finding,) = findings_of(CAPACITY, build(out_of_memory(**event), small))
     assert "something holds memory that is not in the configuration" in finding.summary
     assert not any(name.startswith("with ") for name in values(finding))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_models_of_a_library_fit_as_they_are_recorded(tmp_path: Path, kind: str):
+    """From the manifest that the recorder writes of a Hugging Face model to the bytes that torch allocates for it."""
+    if kind == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 400, "n_positions": 128}
+        ids = {"bos_token_id": 1, "eos_token_id": 2}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    else:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        more = {"intermediate_size": 172, "vocab_size": 400, "max_position_embeddings": 128}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **more))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = torch.randint(0, 400, (4, 96))
+
+    def step() -> None:
+        for name in ("forward", "backward", "optimizer", "end"):
+            with torch.profiler.record_function(f"mark:{name}"):
+                pass
+            if name == "forward":
+                out = model(input_ids=ids, labels=ids, use_cache=False)
+            elif name == "backward":
+                out.loss.backward()
+            elif name == "optimizer":
+                optimizer.step()
+
+    with Recorder(tmp_path, model=model, optimizer=optimizer, every=1) as recorder:
+        for _ in range(2):
+            with recorder.step(batch={"input_ids": ids, "labels": ids}):
+                step()
+            optimizer.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    base = size_of(model.parameters()) + size_of(state_of(optimizer))
+    measured = max(peak for _, peak in peaks(profiler, base))
+    assert recorder.path is not None
+    found = plan(Capsule.open(recorder.path))
+    assert (found.missing, found.open, found.beyond) == ((), (), "")
+    ((shape, job),) = found.readings
+    assert parameters(shape) == sum(each.numel() for each in model.parameters())
+    assert estimate(shape, job).peak == pytest.approx(measured, rel=0.1)
