@@ -20,6 +20,7 @@ from .signatures import difference
 
 Edit = Literal["op", "dtype", "shape", "skipped", "added", "exchanged"]
 Decision = Literal["majority", "sister groups", "programs", "none"]
+_Edit = Literal["other", "skipped", "added", "exchanged"]
 ABSENT = -1
 
 
@@ -99,7 +100,8 @@ def _in_group(calls: Calls, cells: Grid) -> Iterator[Parting]:
         present = np.flatnonzero(agreed[:, column] != ABSENT)
         votes = Counter(agreed[present, column].tolist())
         (most, count), *_ = votes.most_common(1)
-        if len(present) >= T.DECIDING_RANKS and 2 * count > len(present):
+        silent = sum(rank not in calls.spoke for rank in calls.groups[cells.group].ranks)
+        if len(present) >= T.DECIDING_RANKS and 2 * count > len(present) + silent:
             normal: int | None = most
             decided: Decision = "majority"
         else:
@@ -146,7 +148,8 @@ def parting(
     edit, length, run = _edit(theirs, normal, _foretold(history, normal))
     one, other = (calls.agreements[_agreed(calls, int(cells.row[each, column]))] for each in (deviating[0], reference))
     # The same call in another group: two were exchanged, and only the first of them is on record.
-    kind: Edit = edit if edit != "other" else "exchanged" if one == other else difference(one, other)
+    kind: Edit = "exchanged" if one == other else difference(one, other)
+    kind = edit if edit != "other" else kind
     at = column
     if kind in ("skipped", "added"):
         at = _refined(calls, cells, column, deviating[0], reference, length if kind == "skipped" else -length)
@@ -186,28 +189,19 @@ def _foretold(history: Ints, normal: list[int]) -> list[int]:
     return []
 
 
-def _edit(
-    theirs: list[int], normal: list[int], foretold: list[int]
-) -> tuple[Literal["other", "skipped", "added", "exchanged"], int, int]:
+def _edit(theirs: list[int], normal: list[int], foretold: list[int]) -> tuple[_Edit, int, int]:
     """The smallest edit after which the longest run of calls agrees: (edit, calls, run).
 
     Calls that were made count before those that are ``foretold``.
     """
     longer = [*normal, *foretold]
-    best: tuple[Literal["other", "skipped", "added", "exchanged"], int, int] = (
-        "other",
-        1,
-        _run(theirs[1:], longer[1:]),
-    )
-    score = (_run(theirs[1:], normal[1:]), best[2])
+    run = _run(theirs[1:], longer[1:])
+    best: tuple[_Edit, int, int] = ("other", 1, run)
+    score = (_run(theirs[1:], normal[1:]), run)
     for length in range(1, min(T.LONGEST_EDIT, max(len(theirs), len(longer))) + 1):
-        tries: list[tuple[Literal["skipped", "added", "exchanged"], int, int, int]] = [
-            ("skipped", 0, length, 0),
-            ("added", length, 0, 0),
-        ]
-        if 1 < length <= min(T.LONGEST_EXCHANGE, len(theirs), len(longer)) and Counter(theirs[:length]) == Counter(
-            longer[:length]
-        ):
+        tries: list[tuple[_Edit, int, int, int]] = [("skipped", 0, length, 0), ("added", length, 0, 0)]
+        short = 1 < length <= min(T.LONGEST_EXCHANGE, len(theirs), len(longer))
+        if short and Counter(theirs[:length]) == Counter(longer[:length]):
             tries.append(("exchanged", length, length, length))
         for edit, mine, others, extra in tries:
             made, run = (_run(theirs[mine:], each[others:]) + extra for each in (normal, longer))

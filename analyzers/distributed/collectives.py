@@ -84,8 +84,9 @@ class Calls:
 
     ``table`` holds collectives, sorted by (group, rank, seq); ``direct`` sends and receives by (rank, order).
     ``agreed`` gives for each signature the number of what must be equal on all ranks. ``spoke`` are ranks of which
-    there is evidence on collectives, ``dumped`` those that left a flight-recorder dump, ``complete`` those whose
-    record begins with their first call.
+    there is evidence on collectives, ``dumped`` those that left a flight-recorder dump, ``status_of`` those that state
+    how far they came. ``written`` is when a rank's dump was written, Unix seconds, or later: a copy is younger.
+    In ``mixed`` groups there are sends, which have numbers of their own.
     """
 
     records: list[Record] = field(repr=False)
@@ -101,6 +102,7 @@ class Calls:
     status_of: frozenset[int]
     world: int
     mixed: frozenset[int] = frozenset()
+    written: Mapping[int, float] = field(default_factory=dict[int, float])
     timeouts: tuple[Record, ...] = ()
     mismatches: tuple[Record, ...] = ()
     _sites: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])

@@ -132,9 +132,15 @@ def _deaths(capsule: Capsule) -> list[Death]:
     """Ends of ranks that are no answer to another rank's end, one a rank, the earliest first in time."""
     found: dict[int, Death] = {}
 
+    exits = last_exits(capsule)
+    ends = {rank: end["t"] for rank, end in exits.items() if isinstance(end.get("t"), int | float)}
+
     def take(rank: int, kind: str, words: str, t: Any, step: Any, site: tuple[str, ...] = ()) -> None:
-        if GAVE_UP.search(words) is not None or STOPPED.search(words) is not None:
+        if GAVE_UP.search(words) is not None:
             return
+        alone = rank in ends and all(ends[rank] < end for other, end in ends.items() if other != rank)
+        if STOPPED.search(words) is not None and not (kind == "signal" and alone and len(ends) > 1):
+            return  # a launcher or a person ended it, and more than it
         moment = float(t) if isinstance(t, int | float) and t == t else None
         death = Death(rank, kind, words or kind, moment, step if type(step) is int else None, site)
         known = found.get(rank)
@@ -156,7 +162,7 @@ def _deaths(capsule: Capsule) -> list[Death]:
         elif kind == "log" and event.get("level") in ("error", "critical", "fatal") and _FATAL_LINE.search(message):
             out = "out of memory" in message.lower() or "oom" in message.lower()
             take(rank, "oom" if out else "signal", message, event.get("t"), step)
-    for rank, end in last_exits(capsule).items():
+    for rank, end in exits.items():
         kind, message = end.get("kind"), str(end.get("message") or "")
         if kind in ("oom", "exception", "signal") and not message.startswith(tuple(SECONDARY)):
             take(rank, kind, message or str(kind), end.get("t"), None)

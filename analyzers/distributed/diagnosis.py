@@ -196,7 +196,9 @@ def _of_call(known: Calls, state: Waiting, wait: Wait, ranks: list[int]) -> Miss
     if len(entered) + len(wait.absent) >= T.DECIDING_RANKS and not wait.direct:
         decided = len(entered) != len(wait.absent) or victims > len(ranks)
     else:
-        decided = victims >= 2 and victims > len(ranks)
+        held = len(np.unique(known.direct.rank[known.direct.pending])) if wait.direct else 0
+        held = max(held, len(np.unique(known.table.rank[known.table.pending]))) if wait.direct else victims
+        decided = held >= 2 and held > len(ranks)
     if not decided and not wait.direct:
         decided = _sisters_made(known, wait) is not None
     row, length = UNKNOWN, 0

@@ -260,6 +260,7 @@ def added_finding(capsule: Capsule, found: Diagnosis, added: Missing) -> Finding
             Evidence(name="sequence_number", value=wait.seq, note=str(calls.groups[wait.group])),
             *_standstill(found),
         ),
+        confidence="undetermined" if found.still is not None and found.still.open else "likely",
         cause=f"{who} goes on where the other ranks have ended: one batch or one round more",
         next=("compare the number of steps and samples of the ranks",),
         fix=("give every rank the same number of steps",),

@@ -81,7 +81,8 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     site = at_site(calls, row, direct=wait.direct)
     who = named_ranks(ranks)
     behind = named_ranks(missing.slow) if missing.slow else ""
-    confidence: Confidence = "likely" if missing.decided else "undetermined"
+    early = found.still is not None and found.still.open
+    confidence: Confidence = "likely" if missing.decided and not early else "undetermined"
     evidence = [
         Evidence(name="missing_ranks", value=list(ranks), expected=[], note=call),
         Evidence(name="waiting_ranks", value=list(wait.waiting), note="entered the call and did not leave it"),
@@ -116,12 +117,15 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     verb = f"entered {missing.late:,.3g} s late, after the others had given up," if missing.late else verb
     waiting = f"{named_ranks(wait.waiting)} {'waits' if len(wait.waiting) == 1 else 'wait'} in it"
     also = f"; {behind} entered it and completed less than the others, too" if behind else ""
-    undecided = "" if missing.decided else "; whether that call is missing there or one too many here is not decided"
+    undecided = "; the job may as well run, with a slow rank" if early else ""
+    undecided = (
+        undecided if missing.decided else "; whether that call is missing there or one too many here is not decided"
+    )
     return Finding(
         title=f"{who.capitalize()} {verb} {call}",
         summary=f"{who.capitalize()} {verb} {call}{site}, and {waiting}{also}{undecided}.",
         confidence=confidence,
-        where=Where(step=last_step(capsule), rank=ranks[0] if missing.decided else None, order=wait.seq),
+        where=Where(step=last_step(capsule), rank=ranks[0] if confidence == "likely" else None, order=wait.seq),
         evidence=tuple(evidence),
         cause=f"{who} stopped, or took another path, before {call}",
         next=(

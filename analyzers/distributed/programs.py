@@ -43,7 +43,9 @@ def departures(calls: Calls) -> dict[int, Parting]:
         later = np.setdiff1d(peers, present)
         votes = Counter(agreed[present, column].tolist()).most_common()
         (most, count), *rest = votes
-        if 2 * count > len(present) and len(present) >= T.DECIDING_RANKS:
+        history = bool((agreed[present, :column] != ABSENT).any(axis=1).all())
+        few = T.FEW * (len(present) - count) <= count
+        if history and few and len(present) >= T.DECIDING_RANKS:
             common = present[agreed[present, column] == most]
             for value, _ in rest:
                 indices = present[agreed[present, column] == value].tolist()

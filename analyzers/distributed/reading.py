@@ -82,6 +82,7 @@ class _Reading:
             status_of=frozenset(each["rank"] for each in status),
             world=world,
             mixed=mixed,
+            written=_written(status),
             timeouts=tuple(each for each in timeouts if each.get("kind") == "collective_timeout"),
             mismatches=tuple(
                 each for each in self._capsule.records("events") if each.get("kind") == "collective_mismatch"
@@ -277,6 +278,12 @@ def _end(table: Table, reached: Mapping[tuple[int, int], Reached], mixed: frozen
             if key in reached and key[0] not in mixed:
                 until = start + int(np.searchsorted(table.seq[start:end], reached[key].completed, side="right"))
                 table.state[start:until] = COMPLETED
+
+
+def _written(status: list[Record]) -> dict[int, float]:
+    """When each rank's dump was written, as far as its file says."""
+    told = {each["rank"]: _number(each.get("dumped")) for each in status}
+    return {rank: moment for rank, moment in told.items() if moment is not None and np.isfinite(moment)}
 
 
 def _status(record: Record) -> bool:

@@ -40,10 +40,14 @@ _ON_DEMAND = ("signal", "manual")
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why a job is taken to stand still; ``sure`` unless only the existence of dumps says it."""
+    """Why a job is taken to stand still; ``sure`` unless only the existence of dumps says it.
+
+    ``open`` where the dumps were written long before a time-out: the job may as well run, with a slow rank.
+    """
 
     reason: str
     sure: bool
+    open: bool = False
 
 
 def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = False) -> Standstill | None:
@@ -78,13 +82,31 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     }
     if gone := sorted(ended & {*state.culprits, *_absent(state)} - held):
         return Standstill(f"{named_ranks(gone)} ended while others were in a call", sure=True)
-    if (
-        calls.dumped
-        and not (trigger is not None and trigger.kind in _ON_DEMAND)
-        and (conflict or not _runs(calls, state))
-    ):
+    age, limit = _age(calls, state)
+    if T.IN_TIME * limit <= age <= limit + T.WRITTEN_WITHIN_S:
+        reason = f"the dumps were written {age:,.0f} s after it began, with a time-out of {limit:,.0f} s"
+        return Standstill(reason, sure=True)
+    asked_for = trigger is not None and trigger.kind in _ON_DEMAND
+    if calls.dumped and not asked_for and (conflict or not _runs(calls, state)):
+        if 0 <= age < T.TOO_EARLY * limit:
+            early = f"the dumps were written {age:,.3g} s after it began, long before a time-out of {limit:,.0f} s"
+            return Standstill(early, sure=False, open=True)
         return Standstill("the dumps were written, as they are for a time-out", sure=False)
     return None
+
+
+def _age(calls: Calls, state: Waiting) -> tuple[float, float]:
+    """Seconds from the first call in which somebody waits to the newest dump, and that call's time-out; NaN unknown."""
+    waits = [each for each in state.waits if each.row >= 0]
+    tables = [calls.direct if each.direct else calls.table for each in waits]
+    began = [float(table.created[each.row]) for each, table in zip(waits, tables, strict=True)]
+    known = [at for at, moment in enumerate(began) if np.isfinite(moment)]
+    if not known or not calls.written:
+        return np.nan, T.NCCL_TIMEOUT_S
+    first = min(known, key=lambda at: began[at])
+    limit = float(tables[first].timeout[waits[first].row])
+    limit = limit if np.isfinite(limit) and limit > 0 else T.NCCL_TIMEOUT_S
+    return max(calls.written.values()) - began[first], limit
 
 
 def last_exits(capsule: Capsule) -> dict[int, dict[str, Any]]:

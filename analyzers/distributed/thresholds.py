@@ -10,6 +10,8 @@ COMPARED = 256
 CONTEXT = 3
 #: Differences that are named in one group.
 DIFFERENCES = 4
+#: How many times more ranks than those that leave a program must go on with it: fewer are a role of their own.
+FEW = 2
 #: Roles of ranks, by what they call, that are told apart; cells of rank × call that are compared for that.
 ROLES, MOST_CELLS = 256, 1 << 25
 #: Calls by which ranks may lie apart in dumps of a job that runs, each with its newest call in flight.
@@ -19,6 +21,9 @@ NCCL_TIMEOUT_S, GLOO_TIMEOUT_S = 600.0, 1800.0
 #: Seconds of waiting, and multiple of the longest completed call of the group, that are a standstill when a job was
 #: killed before the time-out.
 STANDSTILL_S, STANDSTILL_FACTOR = 30.0, 20.0
+#: Share of the time-out before which a dump was not written for it, and from which on it was, up to so many seconds
+#: after; a dump that is younger was copied.
+TOO_EARLY, IN_TIME, WRITTEN_WITHIN_S = 0.5, 0.95, 900.0
 #: Ranks that are listed one by one in a sentence.
 LISTED = 8
 #: Seconds by which an exit may lie behind the calls that wait for the rank and still be the reason (clocks differ).

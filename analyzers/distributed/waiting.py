@@ -149,14 +149,17 @@ def _of_group(
     ended = max((member.completed for member in members.values()), default=UNKNOWN)
     absent: list[int] = []
     for seq, ranks in sorted(by_number.items()):
-        if ended >= seq and _needs_all(calls, group, seq):
-            outdated.update(ranks)  # the others left a call that nobody leaves before all have come
-            continue
-        absent.extend(ranks)
         held = [rank for rank, member in waiting_ranks.items() if member.last >= seq]
+        row = _row(calls, group, held, seq)
+        old = [rank for rank in ranks if row != UNKNOWN and calls.written.get(rank, np.inf) < table.created[row]]
+        if ended >= seq and _needs_all(calls, group, seq):
+            old = ranks  # the others left a call that nobody leaves before all have come
+        outdated.update(old)
+        absent.extend(rank for rank in ranks if rank not in old)
+        if not absent:
+            continue
         for rank in held:
             edges[rank].update(absent)
-        row = _row(calls, group, held, seq)
         yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
 
 
