@@ -18,7 +18,10 @@ def placed(out: Run, rank: int, *, device: str = "", name: str = "", memory: int
         memory: its capacity in bytes.
     """
     known: dict[str, Any] = {"rank": rank, "device": device, "name": name, "memory": memory}
-    placement = out.stated.setdefault("placement", {})
+    stated: dict[str, Any] | None = getattr(out, "stated", None)
+    if stated is None:  # only a glance at the file's steps
+        return
+    placement = stated.setdefault("placement", {})
     ranks = placement.setdefault("ranks", []) if isinstance(placement, dict) else []
     if not isinstance(ranks, list) or len(ranks) >= 4096:
         return

@@ -24,7 +24,8 @@ _MOST = 200
 class Samples:
     """Writes them: ``memory_device_used``, ``gpu_utilization``, ``gpu_power``, ``gpu_temperature``, and who is there.
 
-    The rank of a series is the device's number; a step is the number of the device's sample.
+    The rank of a series is the device's number; a step is the number of the device's sample, or ``step`` where that is
+    set: below 0 no point is written.
     """
 
     def __init__(self, out: Run, *, step: int | None = None) -> None:
@@ -79,7 +80,7 @@ class Samples:
             ("gpu_clock", clock, "MHz"),
             ("gpu_memory_share", occupied, ""),
         ):
-            if value is not None:
+            if value is not None and step >= 0:
                 self.out.scalar(series, step, value, time, unit, None, device)
         if total or name:
             placed(self.out, device, name=name[:200], memory=round(total) if total else None)
@@ -91,6 +92,7 @@ class Samples:
             return
         self._listed[device] = said
         step = max(0, self._count.get(device, 1) - 1) if self.step is None else self.step
+        step = None if step < 0 else step
         listed = [{key: value for key, value in each.items() if value is not None} for each in found[:_MOST]]
         self.out.event("other_processes", step=step, rank=device, device=device, other_processes=listed, t=time)
 

@@ -26,7 +26,8 @@ class Lines:
         """Use one line."""
         if not line.startswith("|"):
             return False
-        self._samples.step = self._log.step
+        # A table before the first step belongs to none; who is on the device is told all the same.
+        self._samples.step = -1 if self._log.step is None else self._log.step
         return self._table.take(line)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from llmconsole.capsules.importers import EvidenceError, recognise
+from llmconsole.capsules.importers.jobs import jobs
 
 from .conftest import Imports, notes, values
 
@@ -164,9 +165,50 @@ class TestTable:
         assert [each["pid"] for each in listed(capsule)[0]] == [1166, 20417]
 
     def test_a_training_log_that_shows_the_table_stays_a_training_log(self, imported: Imports):
-        capsule = imported(TABLE + "step 1 loss 2.5\nstep 2 loss 2.25\n")
+        capsule = imported(f"{TABLE}step 1 loss 2.5\n{TABLE}step 2 loss 2.25\n")
         assert values(capsule, "loss") == [(1, 2.5), (2, 2.25)]
-        assert values(capsule, "memory_device_used", rank=0) == [(0, 61440.0 * MIB)]
+        assert values(capsule, "memory_device_used", rank=0) == [(1, 61440.0 * MIB)]
+        assert [each["pid"] for each in listed(capsule)[0]] == [1234567, 4242]
+        assert capsule.manifest.placement["ranks"][0]["memory"] == 81559 * MIB
+
+    def test_a_table_is_no_step_where_logs_continue_one_another(self, tmp_path):
+        for name, steps in (("run.log", range(1, 100)), ("run.log.2", range(90, 200))):
+            (tmp_path / name).write_text(TABLE + "".join(f"step {step} loss 2.5\n" for step in steps))
+        ((job,), _) = jobs(sorted(tmp_path.iterdir()))
+        assert [each.name for each in job.files] == ["run.log", "run.log.2"]
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            "|   0  NVIDIA GeForce RTX 4080      WDDM  |   00000000:01:00.0  On |                  N/A |\n"
+            "| 30%   45C    P8              15W / 320W |    1234MiB /  16376MiB |      5%      Default |\n",
+            "|   0  NVIDIA B200                    On  |   00000000:1B:00.0 Off |                    0 |\n"
+            "| N/A   45C    P0             15W / 1000W |    1234MiB / 183359MiB |      5%      Default |\n",
+            "|   0  Tesla K80           Off  | 0000:05:00.0     Off |                    0 |\n"
+            "| N/A   45C    P0    15W / 149W |   1234MiB / 11439MiB |      5%      Default |\n",
+        ],
+    )
+    def test_the_widths_of_other_versions(self, imported: Imports, rows: str):
+        capsule = imported(f"| NVIDIA-SMI 1.2.3    Driver Version: 1.2.3 |\n{rows}+-----+\n", name="smi")
+        assert series(capsule, 0) == {
+            "memory_device_used": [1234 * MIB],
+            "gpu_utilization": [0.05],
+            "gpu_power": [15.0],
+            "gpu_temperature": [45.0],
+        }
+
+    def test_partitions_of_a_device_are_no_devices(self, imported: Imports):
+        capsule = imported(
+            "| NVIDIA-SMI 525.85.12    Driver Version: 525.85.12    CUDA Version: 12.0     |\n"
+            "|   0  NVIDIA A100-SXM...  On   | 00000000:36:00.0 Off |                   On |\n"
+            "| N/A   29C    P0    62W / 400W |    500MiB / 40960MiB |     N/A      Default |\n"
+            "| MIG devices:                                                                |\n"
+            "|  0    1   0   0  |     25MiB / 40192MiB | 42      0 |  3   0    2    0    0 |\n"
+            "|  No running processes found                                                 |\n",
+            name="smi",
+        )
+        assert series(capsule, 0)["memory_device_used"] == [500 * MIB]
+        assert capsule.ranks == [0] or list(capsule.ranks) == [0]
 
     def test_the_real_log_that_begins_with_a_table(self, imported: Imports, real):
         capsule = imported(*(real / "text_logs" / "modded-nanogpt").iterdir())
