@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ByRank = dict[int, float]
 
+#: Norms outside are those of a job that broke otherwise.
+_SMALLEST, _LARGEST = 1e-100, 1e100
+
 
 def norms(capsule: Capsule, name: str, where: Layout) -> dict[int, ByRank]:
     """Step → rank → norm > 0, of ranks with the same parameters and different shares of the data."""
@@ -35,7 +38,7 @@ def norms(capsule: Capsule, name: str, where: Layout) -> dict[int, ByRank]:
     for rank in max(groups.values(), key=len, default={}).values():
         points = curve(capsule, name, rank).finite()
         for step, value in zip(points.step.tolist(), points.value.tolist(), strict=True):
-            if value > 0 and (until is None or step < until):
+            if _SMALLEST < value < _LARGEST and (until is None or step < until):
                 found[step][rank] = value
     return dict(sorted(found.items()))
 

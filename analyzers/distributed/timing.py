@@ -6,7 +6,6 @@ waits. Time of a rank's own is what its collectives leave of the step, on that r
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 ByRank = dict[int, float]
 
+#: Seconds (or Unix seconds, milliseconds) beyond which a number is none.
+_LONGEST = 1e12
 #: Sources whose numbers mean something else than the own time in seconds, or are less sure.
 ARRIVALS, INPUTS, THROUGHPUT = "arrivals at the same calls", "data_time of each step", "reported throughput"
 
@@ -64,7 +65,7 @@ def _series(capsule: Capsule, name: str) -> dict[int, dict[int, float]]:
     for rank in sorted({key.rank for key in capsule.scalar_keys() if key.name == name and key.side is None}):
         points = curve(capsule, name, rank).finite()
         for step, value in zip(points.step.tolist(), points.value.tolist(), strict=True):
-            if value >= 0:
+            if 0 <= value < _LONGEST:
                 found[step][rank] = value
     return found
 
@@ -317,7 +318,7 @@ def _reported(capsule: Capsule) -> Timing | None:
     """Megatron's straggler lines: the ranks with the least and the most, as speed or as time."""
     speed = _several(_series(capsule, "estimated_throughput"))
     if speed:
-        own = {step: {rank: 1 / value for rank, value in each.items() if value > 0} for step, each in speed.items()}
+        own = {step: {rank: 1 / value for rank, value in each.items() if value > 1e-9} for step, each in speed.items()}
         own = _several(own)
         if own:
             scale = {step: min(each.values()) for step, each in own.items()}
@@ -377,7 +378,7 @@ def _within(spans: Any, begin: float, stop: float) -> float:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LONGEST
 
 
 def _ms(record: Mapping[str, Any], name: str) -> float | None:
