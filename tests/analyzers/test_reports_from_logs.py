@@ -69,7 +69,7 @@ def test_d3_a_graph_that_depends_on_the_batch(read):
         "[rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
         f"CollectiveFingerPrint(SequenceNumber=3104, OpType=ALLREDUCE, TensorShape=[195812480], {tail}, but Rank 0 is "
         f"running collective: CollectiveFingerPrint(SequenceNumber=3104, OpType=ALLREDUCE, "
-        f"TensorShape=[51123456], {tail}."
+        f"TensorShape=[51123456], {tail}.\n"
     )
     assert first(report)[0] == "distributed/collective-mismatch"
     assert {"195812480", "51123456"} <= set(report.first_divergence.summary.replace("[", " ").replace("]", " ").split())

@@ -19,8 +19,6 @@ from .timeline import COMMUNICATION, COMPUTE, COPY, Timeline
 
 #: Idle time in gaps up to this long, in microseconds, passes between kernels, not in a wait of its own.
 SHORT_GAP: Final = 1000.0
-#: Share of the other steps' length below which the last one is no step.
-_EMPTY: Final = 0.1
 #: Share of the busiest device's kernels below which another one is no device of the job.
 _FEW: Final = 0.05
 #: Operations that a record lists, and host operations whose own time is taken apart.
@@ -93,10 +91,14 @@ class Measured:
             if end > begin
         ]
         # The profiler opens one step more when the loop has ended already: nothing happens in it.
-        lengths = [each.end - each.begin for each in found]
-        if len(found) > 1 and lengths[-1] < _EMPTY * float(np.median(lengths[:-1])):
+        if len(found) > 1 and not self._happens(found[-1]):
             found.pop()
         return found
+
+    def _happens(self, window: Window) -> bool:
+        """Whether the device begins anything in a window, or on a host alone an operation."""
+        begun = self.start if len(self.start) else np.array(self._of.op_start)
+        return bool(((begun >= window.begin) & (begun < window.end)).any())
 
     def _launched(self) -> NDArray[np.float64]:
         """When the host asked for each piece of the device's work; where no call is known, when it began."""
