@@ -55,22 +55,32 @@ def encode_columns(count: int, columns: Columns, kind: type[Any], where: str) ->
             raise EvidenceError(f"column {name} has {length:,} values for {count:,} records", where)
         if fault := _fault(values, name, kind):
             raise EvidenceError(f"column {name}: {fault}", where)
-    yield from _pieces(0, count, columns) if count else ()
+    yield from _pieces(0, count, columns, kind) if count else ()
 
 
-def _pieces(start: int, stop: int, columns: Columns) -> Iterator[bytes]:
+def _pieces(start: int, stop: int, columns: Columns, kind: type[Any]) -> Iterator[bytes]:
     """The records from ``start`` to ``stop`` in as few lines as the limits allow."""
     if stop - start <= MAX_COLUMN_RECORDS:
         written = {name: _written(column, start, stop) for name, column in columns.items()}
         try:
-            yield encode_line({"count": stop - start, "columns": written})
+            yield encode_line({"count": stop - start, "columns": written}, nulls=_nulls(written, kind))
             return
         except EvidenceError:
             if stop - start == 1:
                 raise
     middle = (start + stop) // 2
-    yield from _pieces(start, middle, columns)
-    yield from _pieces(middle, stop, columns)
+    yield from _pieces(start, middle, columns, kind)
+    yield from _pieces(middle, stop, columns, kind)
+
+
+def _nulls(written: Mapping[str, Any], kind: type[Any]) -> int | None:
+    """How often ``null`` stands in the columns; None where that is not known at a glance."""
+    count = 0
+    for name, column in written.items():
+        if _column_type(kind, name) is None:
+            return None  # anything may be in it
+        count += sum(each.count(None) for each in column.values()) if isinstance(column, dict) else column.count(None)
+    return count
 
 
 def _written(column: Sequence[Any] | Distinct, start: int, stop: int) -> Any:

@@ -42,14 +42,20 @@ _encoder = msgspec.json.Encoder(enc_hook=builtin)
 _decoder = msgspec.json.Decoder()
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any, nulls: int | None = None) -> bytes:
     """Encode a value as compact UTF-8 JSON on one line.
+
+    Args:
+        value: anything; see ``builtin``.
+        nulls: how often None is in it, where the caller knows that, and that it is nested no deeper than the limit.
 
     Raises:
         EvidenceError: the value is nested deeper than the limit or contains itself.
     """
     try:
         data = _encoder.encode(value)
+        if nulls is not None and data.count(b"null") == nulls:
+            return data  # as many as there were: no NaN became one
         if b"null" not in data and data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
             return data  # msgspec writes NaN as null: where there is none, there was no NaN
         return _encoder.encode(_written(value, MAX_JSON_DEPTH))

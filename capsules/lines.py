@@ -19,15 +19,19 @@ from .limits import MAX_BAD_LINES, MAX_LINE_BYTES, MAX_LINES
 TAIL = 19
 
 
-def encode_line(record: dict[str, Any]) -> bytes:
+def encode_line(record: dict[str, Any], nulls: int | None = None) -> bytes:
     """One line with its checksum and newline.
+
+    Args:
+        record: what the line holds.
+        nulls: how often None is in it, where the caller knows that, and that it is nested no deeper than may be.
 
     Raises:
         EvidenceError: the record has a field of the reserved name, or is too long.
     """
     if "crc32" in record:
         raise EvidenceError("the field name crc32 is reserved for the checksum of the line")
-    body = encode(record)[:-1] + (b"," if record else b"")
+    body = encode(record, nulls)[:-1] + (b"," if record else b"")
     if len(body) + TAIL + 1 > MAX_LINE_BYTES:
         raise EvidenceError(f"a record of {len(body):,} bytes is longer than {MAX_LINE_BYTES:,}")
     return b'%s"crc32":"%08x"}\n' % (body, crc32(body))

@@ -10,7 +10,6 @@ the result does so to a bounded depth and a bounded number of values.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import itertools
 import os
@@ -25,6 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from .collector import collector_still
 from .errors import EvidenceError
 from .limits import MIB
 
@@ -230,15 +230,3 @@ def _guarded(room: int) -> Generator[None]:
         finally:
             if lowered:
                 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextlib.contextmanager
-def collector_still() -> Generator[None]:
-    """Keep the garbage collector from looking, again and again, at the millions of containers of one file."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

@@ -15,6 +15,7 @@ import numpy as np
 
 from .batches import Batch, Tensor, tensors_in, unpack_state
 from .blocks import HISTOGRAMS, ROWS, SCALARS, STATS
+from .collector import collector_still
 from .damage import Damage, DamageLog
 from .dtypes import Array
 from .errors import EvidenceError
@@ -291,7 +292,8 @@ class Capsule:
 
         A known number field holds NaN and infinities as floats; fields that the format does not know are kept.
         """
-        found = [record for reader in self._ranks.values() for record in reader.records(stream)]
+        with collector_still():
+            found = [record for reader in self._ranks.values() for record in reader.records(stream)]
         return found if rank is None else [record for record in found if record["rank"] == rank]
 
     # -- the whole

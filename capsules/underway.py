@@ -22,6 +22,8 @@ def later(found: list[Record], known: list[Record]) -> list[Record]:
         found: records of the file, in any order; ``call`` counts them.
         known: records of the stream.
     """
+    if not found:
+        return []
     last: dict[tuple[Any, bool], int] = {}
     order = -1
     for record in known:

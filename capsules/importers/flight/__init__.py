@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...collector import collector_still
 from ...errors import EvidenceError
 from ...limits import GIB, MIB
-from ...plain_pickle import collector_still, load_plain, looks_like_pickle, spare_memory, top_level_keys
+from ...plain_pickle import load_plain, looks_like_pickle, spare_memory, top_level_keys
 from ..prefix import decode_prefix
 from ..run import Run
 from ..source import Source
