@@ -153,7 +153,7 @@ def _deaths(capsule: Capsule) -> list[Death]:
         kind, rank, step = event.get("kind"), event["rank"], event.get("step")
         message = str(event.get("message") or "")
         if kind == "oom":
-            take(rank, "oom", message or "out of memory", event.get("t"), step)
+            take(rank, "oom", message or "out of memory", event.get("t"), step, call_site(event))
         elif kind == "exception" and event.get("type") not in SECONDARY:
             name = str(event.get("type") or "exception")
             out = "OutOfMemory" in name or "out of memory" in message

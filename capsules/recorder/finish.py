@@ -94,10 +94,13 @@ class Finisher:
         if self.ranks is not None:
             began = 0.0 if window is None else window.backward_began or window.micro.began
             self.ranks.ends(kind, message, since=began if by_collective(error, frames) else None)
+        device = isinstance(error, torch.OutOfMemoryError)
+        extra: dict[str, Any] = self._loop.memory.failure(words) if device else {"where": "host"} if memory else {}
+        said = {"type": name, "message": words, "frames": frames or None, **extra}
         if window is not None:
-            device = isinstance(error, torch.OutOfMemoryError)
-            extra: dict[str, Any] = self._loop.memory.failure(words) if device else {"where": "host"} if memory else {}
-            window.event(kind, type=name, message=words, frames=frames or None, **extra)
+            window.event(kind, **said)
+        else:  # between two steps
+            self._writer.record("events", {"kind": kind, "step": self.step, "t": time.time(), **said})
         self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
         self._writer.heartbeat(status="crashed")
 
