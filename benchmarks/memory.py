@@ -140,12 +140,8 @@ def _jobs(folder: Path, count: int) -> None:
         else:
             honest += 1
             alarms += first is not None
-    print(
-        f"\n{leaks + honest} jobs on the model of the allocator: {leaks} leak a block of one line in {ENOUGH} steps or more"
-    )
-    print(
-        f"leaks named by their line: {found} of {leaks}, by another one: {wrong}; alarms on honest jobs: {alarms} of {honest}"
-    )
+    print(f"\n{leaks + honest} jobs on the model of the allocator; {leaks} leak a block in {ENOUGH} steps or more")
+    print(f"leaks named by their line: {found} of {leaks}, by another: {wrong}; alarms on others: {alarms} of {honest}")
 
 
 def _compare(path: Path, folder: Path, runs: int) -> None:

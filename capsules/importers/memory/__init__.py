@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,12 +73,13 @@ def read(source: Source, out: Run) -> None:
     collecting = gc.isenabled()
     gc.disable()  # millions of containers are alive, none of them garbage
     try:
-        found = histories(data, out.note, where)
+        devices = _devices(data, out.note, where)
         _say_what_else(data, out)
     finally:
-        del data
+        del data  # before anything else is made: it takes most of the memory
         if collecting:
             gc.enable()
+    found = [_accounted(each(), out.note) for each in devices]
     named = rank_in_name(source.path) is not None
     if named and len(found) > 1:
         found.sort(key=lambda each: -float(each.reserved.max(initial=0)))
@@ -99,6 +102,11 @@ def histories(data: Any, note: columns.Note, where: str = "") -> list[History]:
     Raises:
         EvidenceError: it is no snapshot.
     """
+    return [_accounted(each(), note) for each in _devices(data, note, where)]
+
+
+def _devices(data: Any, note: columns.Note, where: str) -> list[Callable[[], History]]:
+    """What makes the history of each device, out of columns that hold nothing of ``data`` any more."""
     whole = {"segments": data} if type(data) is list else data
     if type(whole) is not dict:
         raise EvidenceError(f"holds a {type(data).__name__}, expected the mapping of a memory snapshot", where)
@@ -113,7 +121,7 @@ def histories(data: Any, note: columns.Note, where: str = "") -> list[History]:
     devices = sorted(each for each in held | traced if 0 <= each < _MOST_DEVICES)
     if not devices:
         raise EvidenceError("is a memory snapshot in which no device holds anything", where)
-    found: list[History] = []
+    found: list[Callable[[], History]] = []
     for device in devices:
         stacks, pools = StackTable(), columns.Pools()
         trace = columns.events(by_device[device] if device in traced else [], stacks, pools, note)
@@ -121,15 +129,19 @@ def histories(data: Any, note: columns.Note, where: str = "") -> list[History]:
         if not len(trace.action) and not len(at_end.address):
             continue
         rounded = rounding(snapshot.get("allocator_settings"))
-        found.append(history(trace, at_end, device, rounded, stacks.stacks))
+        found.append(partial(history, trace, at_end, device, rounded, stacks.stacks()))
         if stacks.left_out:
             note("more stack traces than are kept apart; the rest are one", stacks.left_out)
-        if not len(trace.action):
-            note(f"device {device}: no trace was recorded, only what was held at the end", 1)
-        elif not found[-1].sound:
-            note(f"device {device}: the trace does not account for what was held at the end: it leaves events out", 1)
     if not found:
         raise EvidenceError("is a memory snapshot of which nothing can be read", where)
+    return found
+
+
+def _accounted(found: History, note: columns.Note) -> History:
+    if len(found) == found.prologue:
+        note(f"device {found.device}: no trace was recorded, only what was held at the end", 1)
+    elif not found.sound:
+        note(f"device {found.device}: the trace does not account for what was held at its end: it leaves events out", 1)
     return found
 
 

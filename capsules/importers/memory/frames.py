@@ -67,7 +67,7 @@ _NOTHING: Named = ("", "", 0)
 class StackTable:
     """Gives each stack trace a number; number 0 is the empty one, 1 stands for those too many to be kept apart.
 
-    The data that hold the frames must stay alive while the table is filled: lists are known again by their identity.
+    The data that hold the frames must stay alive while the table is filled: frames are known again by their identity.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,6 @@ class StackTable:
         self._frame_numbers: dict[Named, int] = {}
         self._signs: dict[Named, int] = {}
         self._by_frame: dict[int, Named] = {}
-        self._by_list: dict[int, int] = {}
         self._by_members: dict[tuple[int, ...], int] = {}
         self._by_content: dict[tuple[Named | int, ...], int] = {}
         self._starts: list[int] = [0, 0, 0]
@@ -88,27 +87,21 @@ class StackTable:
         if type(frames) is not list or not frames:
             return 0
         listed = cast("list[Any]", frames)
-        known = self._by_list.get(id(listed))
+        if len(listed) > _LOOKED_AT + _FROM_OUTSIDE:
+            listed = listed[:_LOOKED_AT] + listed[-_FROM_OUTSIDE:]
+        members = tuple(map(id, listed))
+        known = self._by_members.get(members)
         if known is None:
-            known = self._by_list[id(listed)] = self._new(listed)
+            if len(self._by_members) >= MOST_STACKS:
+                self.left_out += 1
+                return 1
+            known = self._by_members[members] = self._content([self._named(each) for each in listed])
         return known
 
     def stacks(self) -> Stacks:
         """All of them."""
         starts, members = np.array(self._starts, np.int64), np.array(self._members, np.int64)
         return Stacks(list(self._frames), starts, members, np.array(self._category, np.int64))
-
-    def _new(self, frames: list[Any]) -> int:
-        if len(frames) > _LOOKED_AT + _FROM_OUTSIDE:
-            frames = frames[:_LOOKED_AT] + frames[-_FROM_OUTSIDE:]
-        members = tuple(map(id, frames))
-        known = self._by_members.get(members)
-        if known is None:
-            if len(self._by_members) >= MOST_STACKS:
-                self.left_out += 1
-                return 1
-            known = self._by_members[members] = self._content([self._named(each) for each in frames])
-        return known
 
     def _named(self, frame: Any) -> Named:
         known = self._by_frame.get(id(frame))

@@ -35,7 +35,7 @@ _DIFFER: Final = 0.02
 Round = Callable[[Array], Array]
 
 
-def history(trace: Columns, held: Held, device: int, rounded: Round, stacks: Callable[[], Stacks]) -> History:
+def history(trace: Columns, held: Held, device: int, rounded: Round, stacks: Stacks) -> History:
     """The history of one device.
 
     Args:
@@ -43,7 +43,7 @@ def history(trace: Columns, held: Held, device: int, rounded: Round, stacks: Cal
         held: its segments at the end; empty where they were not saved.
         device: its number.
         rounded: bytes that a request takes (int64[N] to int64[N]).
-        stacks: the stack traces, once all are known.
+        stacks: the stack traces.
     """
     size = np.array(trace.size)
     block = np.where(trace.action == ALLOC, rounded(size), size)
@@ -88,7 +88,7 @@ def history(trace: Columns, held: Held, device: int, rounded: Round, stacks: Cal
         prologue=len(earlier.action) + len(begun.action) + len(given.action),
         sound=_sound(trace, held, trace.address[alive], at_end, where[last & (kind != ALLOC)]),
         device=device,
-        stacks=stacks(),
+        stacks=stacks,
     )
 
 
