@@ -250,7 +250,8 @@ def _all_inside(known: Calls) -> Wait | None:
     for row in pending[order].tolist():
         group, seq = int(known.table.group[row]), int(known.table.seq[row])
         ranks = known.groups[group].ranks
-        if len(ranks) > 1 and all((group, each) in known.reached for each in ranks):
+        reached = [known.reached.get((group, each)) for each in ranks]
+        if len(ranks) > 1 and all(each is not None and each.completed < seq <= each.enqueued for each in reached):
             return Wait(group, seq, ranks, (), (), row)
     return None
 
@@ -285,8 +286,9 @@ def _in_circles(known: Calls, state: Waiting) -> list[Circle]:
             if wait is not None:
                 blocked[wait].append(rank)
         classes = sorted(_alike(known, blocked).items(), key=lambda each: (-len(each[1]), each[1]))
-        deviating, votes = _deviating(known, classes)
-        found.append(Circle(ranks, tuple((wait, tuple(own)) for wait, own in classes), deviating, votes))
+        if classes:
+            deviating, votes = _deviating(known, classes)
+            found.append(Circle(ranks, tuple((wait, tuple(own)) for wait, own in classes), deviating, votes))
     return found
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .collectives import UNKNOWN, Calls
+from .graph import circles, ends
 from .signatures import ROOTED
-
-#: Edges that are looked at when the waiting goes in a circle.
-_MOST_EDGES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -89,14 +87,64 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
             edges[rank].update(ranks)
         for rank in () if decided else ranks:
             edges[rank].update(others)
-    waits.extend(_of_silent(calls, edges))
+    heads = _heads(calls)
+    held = {rank: set(others) for rank, others in edges.items()}
+    for rank, others in _behind_others(calls, heads).items():
+        if not held.get(rank):
+            held[rank] = others
+    waits.extend(_of_silent(calls, heads, held))
     waited_for = {rank for absent in edges.values() for rank in absent}
-    victims = {rank for rank, absent in edges.items() if absent}
-    culprits = sorted((waited_for - victims) & calls.spoke)
+    idle = sorted((waited_for - {rank for rank, absent in edges.items() if absent}) & calls.spoke)
+    culprits = [rank for rank in ends(held, idle) if not _inside(calls, heads, rank)]
+    silent = {rank for wait in waits for rank in wait.silent if not wait.absent}
+    turning = circles(edges, held, {*culprits, *silent})
     waits.sort(key=lambda each: _moment(calls, each))
-    return Waiting(
-        tuple(waits), tuple(culprits), tuple(sorted(victims)), tuple(_circles(edges, culprits)), frozenset(outdated)
-    )
+    victims = sorted({rank for rank, others in held.items() if others} - set(culprits))
+    return Waiting(tuple(waits), tuple(culprits), tuple(victims), tuple(turning), frozenset(outdated))
+
+
+def _heads(calls: Calls) -> dict[int, tuple[bool, int]]:
+    """The oldest call in flight of each rank: whether it is a send or receive, and its row."""
+    found: dict[int, tuple[int, bool, int]] = {}
+    for direct, table in ((False, calls.table), (True, calls.direct)):
+        pending = np.flatnonzero(table.pending)
+        for row in pending[np.lexsort((table.seq[pending], table.order[pending]))[::-1]].tolist():
+            rank, order = int(table.rank[row]), int(table.order[row])
+            if rank not in found or order <= found[rank][0]:
+                found[rank] = order, direct, row
+    return {rank: (direct, row) for rank, (_, direct, row) in found.items()}
+
+
+def _behind_others(calls: Calls, heads: dict[int, tuple[bool, int]]) -> dict[int, set[int]]:
+    """Ranks whose oldest call all others have entered, and the others that are still held in an older one."""
+    found: dict[int, set[int]] = {}
+    for rank, (direct, row) in heads.items():
+        if direct:
+            peer = int(calls.direct.peer[row])
+            turned = peer in heads and heads[peer][0] and int(calls.direct.peer[heads[peer][1]]) == rank
+            found[rank] = {peer} if peer in heads and not turned else set()
+            continue
+        group, seq = int(calls.table.group[row]), int(calls.table.seq[row])
+        found[rank] = {
+            other
+            for other in calls.groups[group].ranks
+            if other != rank
+            and other in heads
+            and (own := calls.at(group, other, seq)) is not None
+            and calls.table.pending[own]
+            and heads[other] != (False, own)
+        }
+    return found
+
+
+def _inside(calls: Calls, heads: dict[int, tuple[bool, int]], rank: int) -> bool:
+    """Whether the oldest call of a rank is the oldest one of all members, and none of them left it: it does not end."""
+    if rank not in heads or heads[rank][0]:
+        return False
+    row = heads[rank][1]
+    group, seq = int(calls.table.group[row]), int(calls.table.seq[row])
+    ranks = calls.groups[group].ranks
+    return len(ranks) > 1 and all(heads.get(other) == (False, calls.at(group, other, seq)) for other in ranks)
 
 
 def _from_start(calls: Calls) -> frozenset[int]:
@@ -163,23 +211,18 @@ def _of_group(
         yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
 
 
-def _of_silent(calls: Calls, edges: dict[int, set[int]]) -> list[Wait]:
+def _of_silent(calls: Calls, heads: dict[int, tuple[bool, int]], edges: dict[int, set[int]]) -> list[Wait]:
     """Ranks whose oldest call lacks nobody but members without evidence: it is for these that they wait."""
     table = calls.table
-    pending = np.flatnonzero(table.pending)
-    oldest: dict[int, int] = {}
-    for row in pending[np.lexsort((table.seq[pending], table.order[pending]))].tolist():
-        oldest.setdefault(int(table.rank[row]), row)
     held: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, row in oldest.items():
-        if not edges.get(rank):
+    for rank, (direct, row) in heads.items():
+        if not direct and not edges.get(rank):
             held[int(table.group[row]), int(table.seq[row])].append(rank)
     found: list[Wait] = []
     for (group, seq), ranks in held.items():
         silent = [each for each in calls.groups[group].ranks if each not in calls.spoke]
         if silent:
-            for rank in ranks:
-                edges[rank].update(silent)
+            edges |= {rank: set(silent) for rank in ranks}
             found.append(Wait(group, seq, tuple(sorted(ranks)), (), tuple(silent), _row(calls, group, ranks, seq)))
     return found
 
@@ -225,62 +268,6 @@ def _moment(calls: Calls, wait: Wait) -> tuple[bool, bool, float, int]:
         return wait.direct, True, np.inf, wait.seq
     created = float((calls.direct if wait.direct else calls.table).created[wait.row])
     return wait.direct, False, np.inf if np.isnan(created) else created, wait.seq
-
-
-def _circles(edges: dict[int, set[int]], culprits: list[int]) -> list[tuple[int, ...]]:
-    """Ranks that wait for each other and for nobody outside, where no culprit explains their waiting."""
-    before: dict[int, set[int]] = defaultdict(set)
-    if sum(map(len, edges.values())) > _MOST_EDGES:
-        return []
-    for rank, absent in edges.items():
-        for other in absent:
-            before[other].add(rank)
-    explained = set(culprits)
-    pending = list(culprits)
-    while pending:
-        for rank in before[pending.pop()] - explained:
-            explained.add(rank)
-            pending.append(rank)
-    left = {rank: absent - explained for rank, absent in edges.items() if rank not in explained and absent}
-    return [each for each in _components(left) if all(left.get(rank, set()) <= set(each) for rank in each)]
-
-
-def _components(edges: dict[int, set[int]]) -> list[tuple[int, ...]]:
-    """Strongly connected components of more than one rank (Tarjan 1972, without recursion)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    found: list[tuple[int, ...]] = []
-    for start in sorted(edges):
-        if start in index:
-            continue
-        work = [(start, iter(sorted(edges[start])))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        on_stack.add(start)
-        while work:
-            node, rest = work[-1]
-            following = next(rest, None)
-            if following is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component: list[int] = []
-                    while not component or component[-1] != node:
-                        component.append(stack.pop())
-                        on_stack.discard(component[-1])
-                    if len(component) > 1:
-                        found.append(tuple(sorted(component)))
-            elif following not in index:
-                index[following] = low[following] = len(index)
-                stack.append(following)
-                on_stack.add(following)
-                work.append((following, iter(sorted(edges.get(following, ())))))
-            elif following in on_stack:
-                low[node] = min(low[node], index[following])
-    return found
 
 
 def behind(calls: Calls, group: int, ranks: Iterable[int]) -> dict[int, tuple[int, int]]:
