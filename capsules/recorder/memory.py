@@ -21,6 +21,10 @@ from .window import Window
 RECORD_RISE = 0.01
 
 
+# Taken as they are: a thousand of them are looked at in a window that is due.
+_PLAIN = (Tensor, nn.Parameter)
+
+
 class HighWater:
     """The allocator's peak as it is seen from outside, at the ends of phases.
 
@@ -56,6 +60,8 @@ class MemoryLedger:
         self._start = 0  # bytes allocated when the window began
         self._records: dict[str, dict[str, Any]] = {}
         self._risen = 0.0
+        self._weights: int | None = None
+        self._states: int | None = None
 
     def keep_history(self, keep: Keep) -> None:
         """On CUDA, have the allocator remember its events; ``keep`` takes the snapshots that are made of them."""
@@ -66,6 +72,9 @@ class MemoryLedger:
         """A window begins."""
         self.phase = "forward"
         self._records, self._risen = {}, 0.0
+        # Weights are counted where they lie sharded; states are made and changed by the optimizer only.
+        self._weights = self._count_weights() if window.due else None
+        self._states = self._states if window.due else None
         if self.device.type == "cuda":
             numbers = self._allocator()
             self._start = numbers.get("allocated", 0)
@@ -82,8 +91,12 @@ class MemoryLedger:
         before = self._records.get(phase, {}).get("peak")
         if not window.due and risen < RECORD_RISE:
             return
-        record: dict[str, Any] = {"step": window.step, "phase": phase, "weights": self._weights()}
-        record |= {"gradients": self._gradients(), "optimizer": self._states(), **numbers}
+        if self._weights is None:
+            self._weights = self._count_weights()
+        if phase == "optimizer" or self._states is None:
+            self._states = self._count_states()
+        record: dict[str, Any] = {"step": window.step, "phase": phase, "weights": self._weights}
+        record |= {"gradients": self._gradients(), "optimizer": self._states, **numbers}
         if phase == "forward" and "allocated" in numbers:
             record["activations"] = max(0, numbers["allocated"] - self._start)
         if before is not None:
@@ -125,13 +138,13 @@ class MemoryLedger:
 
     # -- what there is
 
-    def _weights(self) -> int:
+    def _count_weights(self) -> int:
         return size_of((*self._root.parameters(), *self._root.buffers()), self.device)
 
     def _gradients(self) -> int:
         return size_of((each.grad for each in self._root.parameters() if each.grad is not None), self.device)
 
-    def _states(self) -> int:
+    def _count_states(self) -> int:
         found: list[Tensor] = []
         for optimizer in self._optimizers():
             for state in list(getattr(optimizer, "state", {}).values()):
@@ -158,7 +171,7 @@ def size_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes on ``device`` of the distinct storages; of a sharded tensor the part that this rank holds."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        local = statistics.local(tensor)
+        local = tensor if type(tensor) in _PLAIN else statistics.local(tensor)
         if local.is_meta or local.device.type != device.type:
             continue
         storage = local.untyped_storage()
