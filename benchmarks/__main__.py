@@ -13,6 +13,7 @@ NAMES = (
     "training",
     "curves",
     "importers",
+    "traces",
     "memory",
     "distributed",
     "cases",

@@ -24,7 +24,8 @@ FORMAT = "Kineto trace"
 KIND = "trace"
 
 _SIGN = re.compile(
-    rb'"traceEvents"\s*:\s*\[|"schemaVersion"\s*:[^{}]{0,40}"(?:deviceProperties|distributedInfo|trace_id)"'
+    rb'"traceEvents"\s*:\s*\[|"schemaVersion"\s*:[^{}]{0,400}'
+    rb'"(?:deviceProperties|distributedInfo|trace_id|record_shapes|with_stack|profile_memory|baseTimeNanoseconds)"'
 )
 _BARE = re.compile(rb'\s*\[\s*\{[^{}]{0,400}"ph"\s*:\s*"[XBEiMsfbenC]"')
 _STEP = re.compile(rb'"ProfilerStep\s*#?(\d{1,15})"')
@@ -33,6 +34,8 @@ _RANK = re.compile(rb'"rank"\s*:\s*(\d{1,9})\b')
 _SIZE = re.compile(rb'"world_size"\s*:\s*(\d{1,9})\b')
 _DEVICE = re.compile(rb'"deviceProperties"\s*:\s*\[\s*\{[^{}]{0,80}"name"\s*:\s*"([^"]{0,200})"')
 _RANKED = re.compile(r"(?:^|[^a-z])rank[_\-.]?(\d{1,6})(?!\d)", re.IGNORECASE)
+#: Events of one trace that are read; each takes some forty bytes while the trace is.
+_MOST_EVENTS = 30_000_000
 #: Bytes of a trace that are looked at for its steps, to group files.
 _GLANCED = 128 * MIB
 #: From here on a time cannot be microseconds since 1970.
@@ -77,6 +80,9 @@ def read(source: Source, out: Run) -> None:
     trace, timeline = Trace(source), Timeline()
     for events in trace.pieces():
         timeline.add(events)
+        if timeline.events >= _MOST_EVENTS:
+            out.note(f"more than {_MOST_EVENTS:,} events; the first are read")
+            break
     if timeline.odd:
         out.note("events without a usable time were left out", timeline.odd)
     header = trace.header

@@ -253,6 +253,14 @@ class TestOddFiles:
         body = json.dumps({"traceEvents": trace.events, "distributedInfo": "{'rank': 4, 'world_size': 6}"})
         assert {each["rank"] for each in profiles(imported(body, name="trace.json"))} == {4}
 
+    def test_a_header_longer_than_what_is_looked_at_first(self, imported: Imports):
+        groups = [{"pg_name": str(each), "ranks": list(range(3000))} for each in range(12)]
+        trace = three_steps(with_stack=1, profile_memory=1, record_shapes=1)
+        trace.header["distributedInfo"] = {"rank": 7, "world_size": 3000, "pg_config": groups}
+        capsule = imported(trace.text(), name="trace.json")
+        assert {each["rank"] for each in profiles(capsule)} == {7}
+        assert capsule.manifest.run.world_size == 3000
+
     @pytest.mark.parametrize("text", ['{"traceEvents": []}', '{"schemaVersion": 1, "deviceProperties": [], "traceEv'])
     def test_nothing_in_it_is_one_line(self, imported: Imports, text: str):
         with pytest.raises(EvidenceError, match=r"no event|no array"):
