@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     "distributed/gradient-scale",
     stage="distributed",
     needs=("scalars.grad_norm_reduced|scalars.grad_norm",),
+    explained_by=(  # calls that pair up wrongly reduce what does not belong together
+        "distributed/collective-mismatch",
+        "distributed/group-order",
+        "distributed/rank-conditional",
+        "distributed/uneven-steps",
+    ),
     cases=("several-gpus-odd-loss",),
 )
 def gradient_scale(capsule: Capsule) -> Iterator[Finding]:

@@ -36,7 +36,11 @@ Digests = Mapping[int, Mapping[str, Mapping[int, str]]]
     "distributed/replicas-diverged",
     stage="distributed",
     needs=("records.checksums.sha256",),
-    explained_by=("distributed/gradient-scale",),
+    explained_by=(
+        "distributed/collective-mismatch",
+        "distributed/gradient-scale",
+        "distributed/uneven-steps",
+    ),
     cases=("several-gpus-odd-loss",),
 )
 def replicas_diverged(capsule: Capsule) -> Iterator[Finding]:

@@ -133,7 +133,9 @@ def _by_steps(books: Mapping[int, Account], waited: frozenset[int], imported: bo
     named = ended_well if confidence == "confirmed" else [rank for rank in short if rank in odd] or short
     said = _said(books, named)
     words = _counts_in_words(counts)
-    tail = f" {named_ranks(sorted(waited))} waited." if waited else " No rank is known to have waited for it."
+    tail = (
+        f" {named_ranks(sorted(waited)).capitalize()} waited." if waited else " No rank is known to have waited for it."
+    )
     return Finding(
         severity="critical" if confidence != "undetermined" and (waited or skipping) else "warning",
         confidence=confidence,
@@ -185,7 +187,7 @@ def _by_micro_batches(books: Mapping[int, Account], waited: frozenset[int]) -> F
     else:
         return None
     usual = most_common(counts.values()) if len(counts) > 2 else max(counts.values())
-    tail = f" {named_ranks(sorted(waited))} waited." if waited else ""
+    tail = f" {named_ranks(sorted(waited)).capitalize()} waited." if waited else ""
     return Finding(
         severity="critical" if waited else "warning",
         confidence=confidence,
