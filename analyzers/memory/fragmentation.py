@@ -11,6 +11,7 @@ import numpy as np
 from ...capsules.allocator import ALLOC, OOM, SEGMENT_MAP
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import rule
+from ..series import Curve
 from .allocator import histories, own_frame
 from .capacity import failure_evidence, failure_words
 from .lengths import growing_lengths, grows
@@ -227,9 +228,7 @@ def _evidence(history: History | None, unused: _Unused | None, requested: int) -
         yield Evidence(name="size asked for", value=last, expected=f"≈ {first:,}", unit="B", note=note)
 
 
-def _lengths(lengths: object) -> Iterator[Evidence]:
-    from ..series import Curve
-
-    if isinstance(lengths, Curve):
+def _lengths(lengths: Curve | None) -> Iterator[Evidence]:
+    if lengths is not None:
         first, last = float(lengths.value[0]), float(lengths.value[-1])
-        yield Evidence(name="length", value=last, expected=f"≈ {first:,.0f}", note=f"from {len(lengths):,} batches on")
+        yield Evidence(name="length", value=last, expected=f"≈ {first:,.0f}", note=f"over {len(lengths):,} batches")
