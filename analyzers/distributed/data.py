@@ -72,6 +72,8 @@ def duplicate_data(capsule: Capsule) -> Iterator[Finding]:
         raise NotJudged("sizes of the parallel axes that divide the number of ranks")
     if len(set(where.batch.values())) < 2:
         return  # all ranks are one model: one batch is right
+    if not where.known and shards(capsule).parameters and not _sharded_by_data(capsule):
+        raise NotJudged("how the ranks are divided: parts of one model share a batch by design")
     by_name = not (training is not None and (training.objective or "").lower() in _SAMPLED_AGAIN)
     samples = (training.dataset_samples if training is not None else None) or 0
     read = {key: _rows(capsule, where, key) for key in ("sha256", "id", "batch") if key != "id" or by_name}
@@ -88,6 +90,13 @@ def duplicate_data(capsule: Capsule) -> Iterator[Finding]:
         if spread is not None:
             yield _spread_finding(where, key, spread)
             return
+
+
+def _sharded_by_data(capsule: Capsule) -> bool:
+    """Whether parameters are sharded over data-parallel ranks (FSDP, ZeRO), each of which has a batch of its own."""
+    training = capsule.manifest.training
+    kind = training.sharding.kind if training is not None and training.sharding is not None else None
+    return bool(kind) and any(word in (kind or "").lower() for word in ("fsdp", "zero", "deepspeed", "fullyshard"))
 
 
 def _rows(capsule: Capsule, where: Layout, key: str) -> dict[int, dict[int, list[str]]]:
@@ -266,10 +275,9 @@ def _finding(capsule: Capsule, where: Layout, key: str, overlap: _Overlap, conte
     named = groups[0]
     odd = any(set(named) <= group for group in where.odd)
     single = overlap.steps == 1
-    unsure = (
-        single or contents_differ or odd or (not where.known and shards(capsule).told and shards(capsule).parameters)
-    )
-    confidence: Confidence = "undetermined" if unsure else "confirmed" if where.known and key != "id" else "likely"
+    unsure = single or contents_differ or odd
+    known = where.known or _sharded_by_data(capsule)
+    confidence: Confidence = "undetermined" if unsure else "confirmed" if known and key != "id" else "likely"
     everyone = len(groups) == 1 and len(named) == len(where.batch)
     what = {"sha256": "rows", "id": "samples (by name)", "batch": "batches"}[key]
     whom = "All ranks" if everyone else named_ranks(named).capitalize()

@@ -136,6 +136,15 @@ class TestData:
         assert said(DATA, stages, {"run": {"world_size": 4}, "training": {"pipeline_parallel": 2}}) == []
         assert said(DATA, pairs, {"run": {"world_size": 4}, "training": {"pipeline_parallel": 2}})
 
+    def test_shards_of_the_data_parallel_kind_have_batches_of_their_own_and_others_may_not(self, said: Any) -> None:
+        def fill(w: Any) -> None:
+            samples(lambda rank, n: n)(w)
+            w.scalars("grad_norm_shard", step=[0, 1], value=[1.0, 1.0], rank=0)
+
+        fsdp = {"run": {"world_size": 4}, "training": {"sharding": {"kind": "fsdp2"}}}
+        assert said(DATA, fill, fsdp)[0].confidence == "confirmed"
+        assert said(DATA, fill, PLAIN) == []  # tensor parallelism on a mesh that nobody named
+
     def test_names_of_process_groups_say_it_too(self, said: Any) -> None:
         def fill(w: Any) -> None:
             samples(lambda rank, n: (rank // 2, n))(w)
