@@ -68,6 +68,7 @@ class Finisher:
         self._lawful: set[str] = set()
         self._facts: dict[str, Any] = {}
         self._crashed = False
+        self._raised = (0, "")  # the last exception
         self.step = 0
         self._cursor: Any = None
         self.trigger: Trigger | None = None
@@ -99,8 +100,9 @@ class Finisher:
         said = {"type": name, "message": words, "frames": frames or None, **extra}
         if window is not None:
             window.event(kind, **said)
-        else:  # between two steps
+        elif self._raised != (id(error), words):  # between two steps, and not on its way out of one
             self._writer.record("events", {"kind": kind, "step": self.step, "t": time.time(), **said})
+        self._raised = id(error), words
         self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
         self._writer.heartbeat(status="crashed")
 
@@ -355,7 +357,9 @@ class Finisher:
         self._sized = now
         size = 0
         for folder, _, files in os.walk(self._writer.path / "ranks" / f"rank{self._rank:05d}"):
-            size += sum(os.path.getsize(os.path.join(folder, name)) for name in files)
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):  # a file that was written anew meanwhile
+                    size += os.path.getsize(os.path.join(folder, name))
         if size > self._max_bytes:
             self.close()
             raise OSError(errno.EFBIG, f"{size:,} bytes written, more than max_bytes={self._max_bytes:,}")

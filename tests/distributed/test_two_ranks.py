@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.lab.faults import FAULTS
 from tests.distributed.lab.judge import alarms, first_finding, names_site, report_on, unexplained
-from tests.distributed.lab.launch import Launch
+from tests.distributed.lab.launch import Launch, looked_at
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -20,8 +20,8 @@ HONEST = ("healthy",)
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    with Launch(tmp_path_factory.mktemp("two"), 2, [*UNDECIDED, *DECIDED, *HONEST]) as launch:
+def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    with Launch(tmp_path_factory.mktemp("two"), 2, looked_at(request)) as launch:
         yield launch
         assert launch.status() == 0
         assert launch.left() == []

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import pytest
+
 from .main import place
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,3 +119,10 @@ class Launch(Started):
     def words(self, name: str) -> str:
         """What the ranks of a job said."""
         return "".join(path.read_text() for path in sorted(place(self.folder, name).glob("said-*.txt")))
+
+
+def looked_at(request: pytest.FixtureRequest) -> list[str]:
+    """The jobs that the tests of the asking module look at (``name``, ``names``), of those tests that are to run."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    given = [item.callspec.params for item in chosen if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return list(dict.fromkeys(name for each in given for name in (each.get("names") or (each["name"],))))
