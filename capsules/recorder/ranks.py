@@ -166,6 +166,7 @@ class Ranks:
 
     def _recovered(self) -> None:
         """It was slow, not stuck: what was said of a hang is taken back."""
+        self._collectives.collect(wait=1.0)
         operation, self._hung = self._hung, None
         self._exit = None if self._exit is not None and self._exit["kind"] == "hang" else self._exit
         self._flag.unlink(missing_ok=True)
