@@ -104,6 +104,7 @@ class Lines:
         self._seen: set[tuple[int, str, str]] = set()
         self._collectives = Collectives(log)
         self._launcher = Launcher(log)
+        self._killed: list[dict[str, Any]] = []  # by the kernel, which knows processes and no ranks
 
     @property
     def open(self) -> bool:
@@ -148,6 +149,12 @@ class Lines:
         """The log ends here: an error that waited for more lines is complete."""
         for rank in list(self._traces):
             self._end(rank)
+        for entry in self._killed:
+            rank = self._launcher.rank_of(entry.get("pid"))
+            if rank is not None:
+                self._launcher.ran_out(rank)
+            self._log.run.event("oom", rank=self._log.home if rank is None else rank, **entry)
+        self._killed.clear()
         self._launcher.close(self._collectives.timed_out)
         self._collectives.close()
 
@@ -204,8 +211,12 @@ class Lines:
         entry: dict[str, Any] = {"message": line.strip()[:_LONGEST], "phase": phase_of(frames), **memory}
         if "type" not in entry and (kind or "Error:" in line):
             entry["type"] = kind or line.split("Error:")[0].split()[-1] + "Error"
-        if self._new(rank, "oom", entry["message"]):
-            self._launcher.ran_out(rank)
+        if entry.get("pid") is not None:
+            if self._new(rank, "oom", entry["message"]) and len(self._killed) < 1000:
+                self._killed.append({**entry, "step": self._log.step, "t": self._log.time(line)})
+        elif self._new(rank, "oom", entry["message"]):
+            if entry.get("type") != "OOM killer":
+                self._launcher.ran_out(rank)
             step = self._log.step if trace is None else trace.step
             self._log.event("oom", rank=rank, step=step, t=self._log.time(line), frames=frames or None, **entry)
         return True

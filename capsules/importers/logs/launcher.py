@@ -12,6 +12,7 @@ from .log import Log, count
 #: Names are padded to ten signs, which a configuration's are not.
 _FIELD = re.compile(r"^\s{1,20}(?=[a-z ]{10}: )(rank|exitcode|host|time) {2,6}: (.*)$")
 _RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
+_PID = re.compile(r"\(pid: (\d{1,18})\)")
 _EXIT = re.compile(r"(-?\d{1,6})\b(?:.*\((SIG[A-Z0-9]{1,12})\))?")
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[_ T](\d\d):(\d\d):(\d\d)")
 
@@ -29,10 +30,15 @@ class Launcher:
         self._before: dict[str, Any] = {}
         self._exits: dict[int, dict[str, Any]] = {}
         self._out_of_memory: set[int] = set()
+        self._ranks: dict[int, int] = {}
 
     def ran_out(self, rank: int) -> None:
         """A rank ran out of memory."""
         self._out_of_memory.add(rank)
+
+    def rank_of(self, process: int | None) -> int | None:
+        """The rank that a process was, where the summary names both."""
+        return None if process is None else self._ranks.get(process)
 
     def take(self, line: str) -> bool:
         """Use one line of a summary."""
@@ -56,6 +62,8 @@ class Launcher:
         if field == "exitcode":
             ended = _EXIT.match(text)
             self._exits[self.rank].update(code=int(ended[1]) if ended else None, signal=ended[2] if ended else None)
+            if (process := _PID.search(text)) is not None:
+                self._ranks[int(process[1])] = self.rank
             message, time = f"exit code {text}"[:200], self._exits[self.rank].get("time")
             self._log.event("log", rank=self.rank, level="error", logger="torchrun", message=message, t=time)
         return True

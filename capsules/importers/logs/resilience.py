@@ -23,10 +23,7 @@ _UNEXPECTED = re.compile(
 )
 _MESSAGE = re.compile(r"message='([^']{0,500})'")
 #: The rerun state machine's verdicts, in its words.
-_RERUN = re.compile(
-    r"(?:First|Second) rerun: unexpected result is|Possible (?:transient|persistent) error|Need to rerun|Quick re-run|"
-    r"[Rr]erun state machine"
-)
+_RERUN = re.compile(r"(?:First|Second) rerun: unexpected result is|Possible (?:transient|persistent) error!")
 _ON_RANK = re.compile(r"\b[Oo]n rank (\d{1,9})\b|\brank[ =](\d{1,9})\b")
 _FIELD = re.compile(r"\b(ts|node|device|jobID|rank|iteration|status|result|message)=('[^']{0,1000}'|\S{1,400})")
 _EXTREME = re.compile(r"\b(Mn|Mx)(Rtt|DRtt|Pwr|Tmp|Utl|Clk|Etpt)/Rnk: ([-+.\de]{1,40}) ?([A-Za-z%]{0,6})/(\d{1,9})")

@@ -141,3 +141,18 @@ def test_the_stack_tells_the_phase(imported: Imports, frames: list[tuple[str, st
     )
     assert event.get("phase") == phase
     assert (event["frames"][0]["file"], event["frames"][-1]["file"]) == (frames[-1][0], frames[0][0])
+
+
+def test_the_kernel_kills_a_process_and_the_launcher_says_which_rank_that_was(imported: Imports):
+    summary = "".join(
+        f"  time      : 2026-11-30_07:26:23\n  host      : node7\n  rank      : {rank} (local_rank: {rank})\n"
+        f"  exitcode  : {code} (pid: {pid})  ({signal})\n  error_file: <N/A>\n  traceback : Signal {-code} ({signal})\n"
+        for rank, code, pid, signal in ((0, -15, 4320, "SIGTERM"), (3, -9, 4321, "SIGKILL"))
+    )
+    capsule = imported(
+        "step 7 loss 2.5\n[123.4] Out of memory: Killed process 4321 (python) total-vm:9kB, anon-rss:2048kB, "
+        "file-rss:0kB\n" + summary
+    )
+    (event,) = memory_events(capsule)
+    assert (event["rank"], event["step"], event["pid"]) == (3, 7, 4321)
+    assert {each["rank"]: each["exit"]["kind"] for each in capsule.records("ranks")} == {0: "signal", 3: "oom"}
