@@ -129,6 +129,11 @@ def shards(capsule: Capsule) -> Shards:
     """How parameters and gradients are divided among the ranks, as far as manifest and series tell."""
     if any(key.name == "grad_norm_shard" for key in capsule.scalar_keys()):
         return Shards(True, True, True, told=True)
+    return declared_shards(capsule)
+
+
+def declared_shards(capsule: Capsule) -> Shards:
+    """The same by the manifest alone: the recorder, which sees shards, takes checksums of whole tensors only."""
     training = capsule.manifest.training
     sharding = training.sharding if training is not None else None
     if sharding is None or (not sharding.kind and sharding.stage is None):

@@ -14,7 +14,7 @@ from ..registry import NotCaptured, NotJudged, rule
 from . import thresholds as T
 from .accounts import in_step_until
 from .averaging import averaging
-from .layout import Layout, layout, shards
+from .layout import Layout, declared_shards, layout, shards
 from .words import named_ranks
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def replicas_diverged(capsule: Capsule) -> Iterator[Finding]:
         compared = _compared(capsule, digests, where)
         if not compared:
             continue
-        if kind == "parameter" and shards(capsule).parameters:
+        if kind == "parameter" and declared_shards(capsule).parameters:
             found = True
             continue
         found = True
@@ -91,7 +91,7 @@ def replicas_diverged(capsule: Capsule) -> Iterator[Finding]:
             yield finding
     if not found:
         raise NotCaptured("checksums of one tensor on two replicas at one step")
-    if shards(capsule).parameters and not _compared(capsule, _digests(capsule, "buffer"), where):
+    if declared_shards(capsule).parameters and not _compared(capsule, _digests(capsule, "buffer"), where):
         raise NotJudged("checksums of whole parameters: each rank holds a shard")
 
 
