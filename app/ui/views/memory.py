@@ -45,6 +45,7 @@ class MemoryView(View):
         self._ledger: MemoryLedger | None = None
         self._stacks: LiveStacks | None = None
         self._stack = 0
+        self._answered: set[str] = set()
         self._rank: int | None = None
 
     @property
@@ -89,6 +90,7 @@ class MemoryView(View):
             if found:
                 timeline.show([_curve(each) for each in found])
             return
+        self._answered.add(answer.method)
         if answer.method == "stacks":
             self._stacks = msgspec.convert(answer.result, LiveStacks | None)
             self._draw()
@@ -107,7 +109,7 @@ class MemoryView(View):
         stacks.display = self._stacks is not None
         if self._ledger is not None:
             ledger.update(ledger_text(self._ledger, width))
-        elif self._stacks is None:
+        elif self._stacks is None and self._answered >= {"memory", "stacks"}:
             words = " No ledger of phases was captured, only the allocator's timeline. A ledger:\n"
             words += ' writer.record("memory", {"step": 3, "phase": "forward", "weights": bytes, "allocated": bytes})'
             ledger.update(words)
