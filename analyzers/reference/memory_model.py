@@ -97,7 +97,7 @@ def _moments(shape: Shape, job: Job, each: float, gradients: float) -> Iterator[
         end = ()  # on the last stage, which holds the activations of one micro-batch only
     start = gradients if job.accumulating else 0.0
     kept = _kept(layer, shape, job)
-    gathered = _gathered(shape, job)
+    ahead, around, inside_layer = (_gathered(shape, job, layers_whole) for layers_whole in (1, 2, 3))
     held = logits_of(shape, job) * width_of(job) if job.held_logits and end else 0.0
     # Under 1F1B the first stage has sent as many micro-batches forward as there are stages.
     stored = _embedded(shape, job) + kept * layers * job.pipeline_parallel
@@ -105,26 +105,26 @@ def _moments(shape: Shape, job: Job, each: float, gradients: float) -> Iterator[
     running = max(piece.saved + piece.forward for piece in layer)
     if job.checkpointing == "none":
         running = max(piece.forward for piece in layer)
-    yield _Moment("forward", start, stored, running, gathered)
+    yield _Moment("forward", start, stored, running, around)
     saved = stored + held
     for piece in end:
         saved += piece.saved
-        yield _Moment("forward", start, saved, piece.forward, gathered)
+        yield _Moment("forward", start, saved, piece.forward, ahead)
     done = 0.0
     for piece in reversed(end):
         done += piece.parameters
-        yield _Moment("backward", max(start, done * each), saved, piece.backward, gathered)
+        yield _Moment("backward", max(start, done * each), saved, piece.backward, ahead)
         saved -= piece.saved
     again = 0.0 if job.checkpointing == "none" else sum(piece.saved for piece in layer) - kept
     for _ in range(layers):
         inside = again
         for piece in reversed(layer):
             done += piece.parameters
-            yield _Moment("backward", max(start, done * each), saved + inside, piece.backward, gathered)
+            yield _Moment("backward", max(start, done * each), saved + inside, piece.backward, inside_layer)
             inside -= piece.saved
         saved -= kept
     table = shape.vocabulary * shape.hidden / job.tensor_parallel * each * (2 if shape.tied and end else 0)
-    yield _Moment("backward", gradients, saved, table + tokens_of(job) * shape.hidden * stream_of(job), gathered)
+    yield _Moment("backward", gradients, saved, table + tokens_of(job) * shape.hidden * stream_of(job), ahead)
     yield _Moment("optimizer", gradients, held, _stepping(shape, job))
 
 
@@ -141,19 +141,20 @@ def _embedded(shape: Shape, job: Job) -> float:
     return tokens_of(job) * (8 + noise)
 
 
-def _gathered(shape: Shape, job: Job) -> float:
-    """Where weights are sharded: the layer at work and the next one whole, the tables, and the layer's gradients.
+def _gathered(shape: Shape, job: Job, count: int) -> float:
+    """Where weights are sharded: the tables, and so many times the weights of a layer, whole.
 
-    Where only gradients are, those of the layer at work are whole.
+    One that is fetched ahead of the loss; two in forward, the one at work and the next; three in backward, with the
+    gradients of the one at work. Where only gradients are sharded, those of the layer at work are whole.
     """
     if job.stage < 2 or job.data_parallel == 1:
         return 0.0
     size = 4.0 if job.precision == "fp32" else 2.0
     layer = sum(piece.parameters for piece in layer_pieces(shape, job))
     if job.stage == 2:
-        return size * layer
+        return size * layer if count == 3 else 0.0
     tables = shape.vocabulary * shape.hidden * (1 if shape.tied else 2) / job.tensor_parallel
-    return size * (3 * layer + tables)
+    return size * (count * layer + tables)
 
 
 def _owned(shape: Shape, job: Job) -> float:

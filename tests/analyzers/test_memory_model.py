@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from llmconsole.analyzers.reference.memory_job import Job, Shape, parameters
@@ -42,6 +45,55 @@ def test_the_peak_is_within_a_tenth_of_what_torch_allocates(name: str):
     assert estimated.weights == measured.weights
     assert estimated.optimizer == pytest.approx(measured.optimizer, rel=0.01, abs=100)
     assert measured.phases[estimated.phase] >= 0.95 * measured.peak
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., None]]:
+    """``group(backend, …)`` begins the default process group of this process, and it ends with the test."""
+    yield torch.distributed.init_process_group
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [BASE.changed(layers=6), LLAMA], ids=["gpt", "llama"])
+def test_weights_sharded_over_four_ranks(group: Callable[..., None], shape: Shape):
+    """FSDP2 on a process group that stands for four ranks and sends nothing: all that one of them allocates is real."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+
+    def wrap(model: torch.nn.Module) -> tuple[torch.nn.Module, int]:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), 0
+
+    job = Job(batch=2, length=64, device="cpu", stage=3, data_parallel=4)
+    measured, estimated = measure(shape, job, wrap=wrap), estimate(shape, job)
+    assert estimated.weights == pytest.approx(measured.weights, rel=0.01)
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.1)
+
+
+def test_replicas_keep_their_gradients_a_second_time_in_buckets(group: Callable[..., None], tmp_path: Path):
+    group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    buckets = 4 * parameters(BASE)
+
+    def wrap(model: torch.nn.Module) -> tuple[torch.nn.Module, int]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            with torch.profiler.record_function("mark:all"):
+                pass
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+            with torch.profiler.record_function("mark:end"):
+                pass
+        made = max(peak for _, peak in peaks(profiler, 0))
+        assert made == pytest.approx(buckets, rel=0.02)
+        return wrapped, made
+
+    job = Job(batch=1, length=64, device="cpu", data_parallel=4, buckets=True)
+    measured, estimated = measure(BASE, job, wrap=wrap), estimate(BASE, job)
+    assert estimated.communication == buckets
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_the_terms_add_up_to_the_peak():

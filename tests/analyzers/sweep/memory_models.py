@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,16 +142,27 @@ class Measured:
         return max(self.phases.values())
 
 
-def measure(shape: Shape, job: Job, dropout: float = 0.0, foreach: bool = False) -> Measured:
+def measure(
+    shape: Shape,
+    job: Job,
+    dropout: float = 0.0,
+    foreach: bool = False,
+    wrap: Callable[[GPT], tuple[nn.Module, int]] = lambda model: (model, 0),
+) -> Measured:
     """The peak of live bytes in forward, backward and optimizer step, from the events of torch's own profiler.
 
-    The second step is measured: optimizer states exist by then, and gradients are set to none before it.
+    The third step is measured: optimizer states exist by then, and gradients are set to none before it.
+
+    Args:
+        shape, job, dropout, foreach: what is trained.
+        wrap: makes it a job of several ranks; gives what is called, and bytes that it allocated for good.
     """
     torch.manual_seed(0)
     model = GPT(shape, dropout, job.checkpointing == "full")
     if job.precision == "half":
         model = model.bfloat16()
     assert sum(each.numel() for each in model.parameters()) == parameters(shape)
+    called, more = wrap(model)
     optimizer = made(job.optimizer, model, foreach)
     ids = torch.randint(0, shape.vocabulary, (job.batch, job.length + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -160,7 +171,7 @@ def measure(shape: Shape, job: Job, dropout: float = 0.0, foreach: bool = False)
     def step(mark: Any) -> None:
         mark("forward")
         with cast:
-            logits = model(inputs)
+            logits = called(inputs)
             loss = F.cross_entropy(logits.view(-1, shape.vocabulary).float(), targets.view(-1))
         mark("backward")
         loss.backward()
@@ -168,8 +179,9 @@ def measure(shape: Shape, job: Job, dropout: float = 0.0, foreach: bool = False)
         optimizer.step()
         mark("end")
 
-    step(lambda name: None)
-    optimizer.zero_grad()
+    for _ in range(2):
+        step(lambda name: None)
+        optimizer.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
 
         def mark(name: str) -> None:
@@ -177,7 +189,7 @@ def measure(shape: Shape, job: Job, dropout: float = 0.0, foreach: bool = False)
                 pass
 
         step(mark)
-    base = [size_of(model.parameters()), size_of(state_of(optimizer))]
+    base = [size_of(model.parameters()), size_of(state_of(optimizer)), more]
     gradients = size_of(each.grad for each in model.parameters() if each.grad is not None)
     return Measured(base[0], gradients, base[1], dict(peaks(profiler, sum(base))))
 
@@ -217,8 +229,9 @@ def state_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def size_of(tensors: Any) -> int:
-    """Bytes of the distinct storages."""
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    """Bytes of the distinct storages; of a sharded tensor the part of this rank."""
+    local = (each.to_local() if hasattr(each, "to_local") else each for each in tensors)
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
 
 
 BASE = Shape(layers=4, hidden=128, heads=4, vocabulary=1000, positions=512)
