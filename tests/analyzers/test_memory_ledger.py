@@ -260,7 +260,7 @@ def out_of_memory(**fields: Any) -> Callable[[Any], None]:
 @pytest.mark.fires(CAPACITY)
 def test_what_would_fit_is_what_fits_when_it_is_tried(build: Make, findings_of: Findings):
     """The device is one on which the small GPT does not fit with 32 rows; the proposed batch is then really trained."""
-    shape = BASE.changed(layers=4, hidden=128)
+    shape = BASE.changed(layers=2, hidden=64)
     full = measure(shape, Job(batch=32, length=128, device="cpu")).peak
     capacity = full // 2
     event = {"capacity": capacity, "free": 1000, "allocated": capacity - 2000, "reserved": capacity - 1500}

@@ -151,7 +151,7 @@ def measure(
 ) -> Measured:
     """The peak of live bytes in forward, backward and optimizer step, from the events of torch's own profiler.
 
-    The third step is measured: optimizer states exist by then, and gradients are set to none before it.
+    Not the first step is measured: optimizer states exist by then, and gradients are set to none before it.
 
     Args:
         shape, job, dropout, foreach: what is trained.
@@ -179,7 +179,7 @@ def measure(
         optimizer.step()
         mark("end")
 
-    for _ in range(2):
+    for _ in range(2 if called is not model else 1):  # a job of several ranks settles its buckets in the first step
         step(lambda name: None)
         optimizer.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
