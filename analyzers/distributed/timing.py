@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -157,15 +158,21 @@ def _summaries(capsule: Capsule) -> Timing | None:
     return Timing(source, {0: own}, {0: whole}, {0: waited} if waited else {}, {0: data} if data else {}, steps=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Call:
     created: float
     completed: float | None
 
 
-def _made(capsule: Capsule) -> dict[tuple[str, int], dict[int, _Call]]:
+_Made = dict[tuple[str, int], dict[int, _Call]]
+_MADE: WeakKeyDictionary[Capsule, _Made] = WeakKeyDictionary()
+
+
+def _made(capsule: Capsule) -> _Made:
     """(group, seq) → rank → times, of calls of all ranks of a group."""
-    found: dict[tuple[str, int], dict[int, _Call]] = defaultdict(dict)
+    if capsule in _MADE:
+        return _MADE[capsule]
+    found: _Made = _MADE.setdefault(capsule, defaultdict(dict))
     for record in capsule.records("collectives"):
         created, seq = record.get("t_created"), record.get("seq")
         if record.get("p2p") or not isinstance(seq, int) or not _is_time(created):
