@@ -6,7 +6,7 @@ Each fault is named once: a rank that left the common sequence is not also repor
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -111,7 +111,11 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
     if still is None:
         missing, circles = [], []
     circles = [each for each in circles if not set(each.deviating or each.ranks) & explained]
-    left = [each for each in missing if not (explained and set(each.ranks) <= explained)]
+    unanswered = {each: found for each in circles if (found := _unanswered(known, state, each, gone)) is not None}
+    circles = [
+        replace(each, deviating=each.deviating or _left(each, gone)) for each in circles if each not in unanswered
+    ]
+    left = [each for each in (*missing, *unanswered.values()) if not (explained and set(each.ranks) <= explained)]
     left = [each for each in left if _departed(each, gone) is None]
     added = [each for each in left if each.decided and _minority(known, each)]
     missing = [each for each in left if each not in added]
@@ -135,11 +139,27 @@ def _settled(parting: Parting, gone: dict[int, Parting]) -> Parting:
 
 def _of_circle(circle: Circle, gone: dict[int, Parting]) -> Parting | None:
     """The call too many or too few that made a circle, where the programs tell it from an exchanged one."""
-    left = {rank: gone[rank] for rank in circle.deviating or circle.ranks if rank in gone}
-    if not left or len(left) == len(circle.ranks):
+    left = _left(circle, gone)
+    if not left or (circle.deviating and not set(left) <= set(circle.deviating)):
         return None
-    first = next(iter(left.values()))
-    return first if first.edit != "exchanged" and first.run > 0 else None
+    first = gone[left[0]]
+    sends = any(wait.direct for wait, _ in circle.classes)
+    return first if not sends and first.edit != "exchanged" and (first.run > 0 or first.edit != "skipped") else None
+
+
+def _left(circle: Circle, gone: dict[int, Parting]) -> tuple[int, ...]:
+    """Ranks of a circle that left the program of their peers, where not all did."""
+    left = tuple(rank for rank in circle.ranks if rank in gone)
+    return left if len(left) < len(circle.ranks) else ()
+
+
+def _unanswered(known: Calls, state: Waiting, circle: Circle, gone: dict[int, Parting]) -> Missing | None:
+    """A send or receive that a rank of a circle left out, and its other side waits in."""
+    left = set(_left(circle, gone))
+    for wait in state.waits:
+        if wait.direct and wait.absent and set(wait.absent) <= left and set(wait.waiting) <= set(circle.ranks):
+            return Missing(wait, wait.absent, True, UNKNOWN, 0, {})
+    return None
 
 
 def _departed(missing: Missing, gone: dict[int, Parting]) -> Parting | None:

@@ -37,18 +37,12 @@ def ends(edges: Edges, candidates: Iterable[int]) -> list[int]:
     return [each for each in candidates if reached(edges, (each,)) <= reached(turned, (each,))]
 
 
-def circles(strong: Edges, edges: Edges, explained: Iterable[int]) -> list[tuple[int, ...]]:
-    """Ranks that wait for each other and for nobody outside.
-
-    Args:
-        strong: rank → ranks that have not entered its call.
-        edges: these, and rank → ranks that hold it in another way.
-        explained: ranks that explain whatever leads to them.
-    """
+def circles(edges: Edges, explained: Iterable[int]) -> list[tuple[int, ...]]:
+    """Ranks that wait for each other and for nobody outside, where none of ``explained`` is what they wait for."""
     if sum(map(len, edges.values())) > _MOST_EDGES:
         return []
     known = reached(backwards(edges), explained)
-    left = {rank: others - known for rank, others in strong.items() if rank not in known and others}
+    left = {rank: others - known for rank, others in edges.items() if rank not in known and others}
     return [each for each in _components(left) if all(left.get(rank, set()) <= set(each) for rank in each)]
 
 

@@ -82,22 +82,22 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
     for group in range(len(calls.groups)):
         waits.extend(_of_group(calls, group, from_start, edges, outdated))
     waits.extend(_of_sends(calls, edges))
+    heads = _heads(calls)
+    held = _held(calls, heads, from_start)
     for ranks, others, decided in conflicts:
         for rank in others:
+            held[rank] = held.get(rank, set()) | set(ranks)
             edges[rank].update(ranks)
         for rank in () if decided else ranks:
+            held[rank] = held.get(rank, set()) | set(others)
             edges[rank].update(others)
-    heads = _heads(calls)
-    held = {rank: set(others) for rank, others in edges.items()}
-    for rank, others in _behind_others(calls, heads).items():
-        if not held.get(rank):
-            held[rank] = others
     waits.extend(_of_silent(calls, heads, held))
-    waited_for = {rank for absent in edges.values() for rank in absent}
-    idle = sorted((waited_for - {rank for rank, absent in edges.items() if absent}) & calls.spoke)
-    culprits = [rank for rank in ends(held, idle) if not _inside(calls, heads, rank)]
+    waited_for = sorted({rank for absent in edges.values() for rank in absent} & calls.spoke)
+    # A rank may be in calls behind which others are held, and still be the one that they wait for.
+    free = [rank for rank in waited_for if not held.get(rank, set()) & edges.get(rank, set())]
+    culprits = [rank for rank in ends(held, free) if not _inside(calls, heads, rank)]
     silent = {rank for wait in waits for rank in wait.silent if not wait.absent}
-    turning = circles(edges, held, {*culprits, *silent})
+    turning = circles(held, {*culprits, *silent})
     waits.sort(key=lambda each: _moment(calls, each))
     victims = sorted({rank for rank, others in held.items() if others} - set(culprits))
     return Waiting(tuple(waits), tuple(culprits), tuple(victims), tuple(turning), frozenset(outdated))
@@ -115,25 +115,36 @@ def _heads(calls: Calls) -> dict[int, tuple[bool, int]]:
     return {rank: (direct, row) for rank, (_, direct, row) in found.items()}
 
 
-def _behind_others(calls: Calls, heads: dict[int, tuple[bool, int]]) -> dict[int, set[int]]:
-    """Ranks whose oldest call all others have entered, and the others that are still held in an older one."""
-    found: dict[int, set[int]] = {}
-    for rank, (direct, row) in heads.items():
-        if direct:
-            peer = int(calls.direct.peer[row])
-            turned = peer in heads and heads[peer][0] and int(calls.direct.peer[heads[peer][1]]) == rank
-            found[rank] = {peer} if peer in heads and not turned else set()
+def _held(calls: Calls, heads: dict[int, tuple[bool, int]], from_start: frozenset[int]) -> dict[int, set[int]]:
+    """By whom each rank is held in its oldest call: who has not entered it, and who is in it behind an older call."""
+    return {
+        rank: _not_posted(calls, heads, rank, row) if direct else _not_there(calls, heads, rank, row, from_start)
+        for rank, (direct, row) in heads.items()
+    }
+
+
+def _not_posted(calls: Calls, heads: dict[int, tuple[bool, int]], rank: int, row: int) -> set[int]:
+    peer = int(calls.direct.peer[row])
+    turned = peer in heads and heads[peer][0] and int(calls.direct.peer[heads[peer][1]]) == rank
+    if turned:  # to each other: held where both send, or both receive
+        same = calls.direct.signature[heads[peer][1]], calls.direct.signature[row]
+        turned = calls.signatures[int(same[0])].family != calls.signatures[int(same[1])].family
+    return set() if turned else {peer}
+
+
+def _not_there(
+    calls: Calls, heads: dict[int, tuple[bool, int]], rank: int, row: int, from_start: frozenset[int]
+) -> set[int]:
+    group, seq = int(calls.table.group[row]), int(calls.table.seq[row])
+    found: set[int] = set()
+    for other in calls.groups[group].ranks:
+        reached = calls.reached.get((group, other))
+        if other == rank or (reached is None and (other not in from_start or group in calls.mixed)):
             continue
-        group, seq = int(calls.table.group[row]), int(calls.table.seq[row])
-        found[rank] = {
-            other
-            for other in calls.groups[group].ranks
-            if other != rank
-            and other in heads
-            and (own := calls.at(group, other, seq)) is not None
-            and calls.table.pending[own]
-            and heads[other] != (False, own)
-        }
+        absent = reached is None or reached.enqueued < seq
+        ended = reached is not None and reached.completed >= seq
+        if absent or (not ended and other in heads and heads[other] != (False, calls.at(group, other, seq))):
+            found.add(other)
     return found
 
 
