@@ -148,3 +148,17 @@ def _float8_table(name: str) -> Array:
     else:
         values[0x80] = np.nan
     return values.astype(np.float32)
+
+
+#: Scalar types whose C++ names, in lower case, are not their names in torch.
+_SCALAR_TYPES = {
+    **{"byte": "uint8", "char": "int8", "short": "int16", "int": "int32", "long": "int64"},
+    **{"half": "float16", "float": "float32", "double": "float64"},
+    **{"complexhalf": "complex32", "complexfloat": "complex64", "complexdouble": "complex128"},
+}
+
+
+def torch_name(printed: str) -> str:
+    """The name in torch of a scalar type as C++ prints it: ``BFloat16`` is bfloat16, ``Float`` float32."""
+    bare = printed.removeprefix("torch.").lower()
+    return _SCALAR_TYPES.get(bare, bare)

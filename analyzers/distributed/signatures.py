@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
+from ...capsules.dtypes import torch_name
+
 Shapes = tuple[tuple[int, ...], ...]
 Difference = Literal["op", "dtype", "shape"]
 Agreement = tuple[object, ...]
@@ -34,17 +36,6 @@ _FAMILIES = {
     "isend": "send",
     "irecv": "recv",
 }
-#: Names of torch's scalar types as a flight recorder spells them.
-_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "half": "float16",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "char": "int8",
-    "byte": "uint8",
-}
 POINT_TO_POINT = frozenset(("send", "recv"))
 #: Calls that end on one rank before all ranks have entered them.
 ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter", "send", "recv"))
@@ -58,10 +49,7 @@ def family(op: str) -> str:
 
 def dtype_name(name: str | None) -> str | None:
     """The name of a dtype in torch, without prefix, None where it is not known."""
-    if not name:
-        return None
-    bare = name.removeprefix("torch.").lower()
-    return _DTYPES.get(bare, bare)
+    return torch_name(name) if name else None
 
 
 @dataclass(frozen=True)

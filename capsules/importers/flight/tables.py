@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
+from ...dtypes import torch_name
 from ...limits import MAX_INT64
 from ...plain_pickle import integer, text
 
 #: Frames of a stack, tensors of a call, dimensions of a tensor.
 _FRAMES, _TENSORS, _DIMENSIONS = 24, 4096, 64
-#: Names of torch's scalar types as C++ prints them; others are the same in lower case.
-_DTYPES = {
-    "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16",
-    "Float": "float32", "Double": "float64", "BFloat16": "bfloat16", "Bool": "bool", "ComplexHalf": "complex32",
-    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
-}  # fmt: skip
 _OPERATION = re.compile(r"(?:(\w+):)?\s*(.*?)(?:\s+(\d{1,9})\s*(?:->|<-)\s*(\d{1,9}))?\s*", re.DOTALL)
 
 
@@ -83,7 +78,7 @@ class Tables:
     def __init__(self) -> None:
         self.operations = Table(lambda value: text(value, 200) or "", _operation)
         self.shapes = Table(_shapes, lambda key: [list(shape) for shape in key])
-        self.dtypes = Table(_dtypes, lambda key: [_DTYPES.get(each) or _plain_dtype(each) for each in key])
+        self.dtypes = Table(_dtypes, lambda key: [torch_name(each) for each in key])
         self.frames = Table(_frames, _stack)
 
 
@@ -177,10 +172,6 @@ def _dtypes(value: Any) -> tuple[str, ...]:
         value = re.findall(r"\w+", value[:1000])
     listed = list(cast("list[Any]", value))[:_TENSORS] if isinstance(value, list | tuple) else []
     return tuple(word for each in listed if (word := text(each, 60)))
-
-
-def _plain_dtype(word: str) -> str:
-    return word.removeprefix("torch.").lower()
 
 
 def _frames(value: Any) -> tuple[tuple[Any, Any, Any], ...]:

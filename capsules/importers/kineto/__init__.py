@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from ...dtypes import torch_name
 from ...errors import EvidenceError
 from ...limits import MIB
-from ..logs.collectives import dtype_name, op_name
+from ..logs.collectives import op_name
 from ..placement import placed
 from ..run import Run
 from ..source import Source
@@ -189,7 +190,7 @@ def _collectives(out: Run, rank: int, timeline: Timeline, clock: _Clock) -> None
             "group_ranks": _ranks(args),
             "order": order,
             "op": op_name(args.collective[:80]),
-            "dtype": dtype_name(args.dtype[:40]) if isinstance(args.dtype, str) else None,
+            "dtype": torch_name(args.dtype[:40]) if isinstance(args.dtype, str) else None,
             "shapes_in": sizes[0],
             "shapes_out": sizes[1],
             "state": "completed",

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ...dtypes import torch_name
 from .log import Log, count
 
 Frame = dict[str, Any]
@@ -27,16 +28,6 @@ _OPS = {
     "alltoall_base": "all_to_all",
     "_allreduce_sparse": "_all_reduce_sparse",
     "recvanysource": "recv",
-}
-_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "half": "float16",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "byte": "uint8",
-    "char": "int8",
 }
 #: Who speaks: ``[Rank 1]``, ``[PG 0 Rank 1]``, ``[PG 2 (mesh_tp) Rank 1]``, ``[PG ID 0 PG GUID 0(default_pg) Rank 1]``.
 _SPEAKER = re.compile(
@@ -266,16 +257,11 @@ def _print(text: str, before: str) -> dict[str, Any]:
         if (found := pattern.search(text)) is not None:
             value = next(each for each in found.groups() if each is not None)
             fields[before + name] = (
-                count(value) if name == "seq" else op_name(value) if name == "op" else dtype_name(value)
+                count(value) if name == "seq" else op_name(value) if name == "op" else torch_name(value)
             )
     if (shape := _SHAPE.search(text)) is not None:
         fields[f"{before}shapes"] = [_numbers(shape[1])]
     return fields
-
-
-def dtype_name(printed: str) -> str:
-    """The name in torch of a scalar type that C++ prints: ``BFloat16`` is bfloat16, ``Float`` float32."""
-    return _DTYPES.get(printed.lower(), printed.lower())
 
 
 def _called(frames: Sequence[Frame]) -> str | None:
