@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llmconsole.analyzers.distributed.reproduction import Call, Reproduction
+from llmconsole.app.cli import main
 from llmconsole.app.two_ranks import NotWritable, script
 from llmconsole.capsules import CapsuleWriter
 
@@ -163,17 +164,19 @@ class TestWhatIsWritten:
         assert ast.unparse(made).startswith((f"{op}((", f"{op}((), "))
 
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def shrink(tmp_path: Path) -> Run:
-    def shrink(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("LLMCONSOLE_")}
-        return subprocess.run(
-            [sys.executable, "-m", "llmconsole.app.cli", "shrink", *arguments], cwd=tmp_path, env=environment,
-            capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+def shrink(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``shrink(arguments)``: status, standard output and standard error of the command, run in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMCONSOLE_DIR", raising=False)
+
+    def shrink(*arguments: str) -> tuple[int, str, str]:
+        status = main(["shrink", *arguments])
+        said = capsys.readouterr()
+        return status, said.out, said.err
 
     return shrink
 
@@ -200,24 +203,23 @@ def capsule(tmp_path: Path) -> Path:
 
 class TestTheCommand:
     def test_prints_the_script_or_writes_it(self, shrink: Run, capsule: Path, tmp_path: Path):
-        printed = shrink(str(capsule))
-        assert printed.returncode == 0, printed.stderr
-        compile(printed.stdout, "printed", "exec")
-        written = shrink(str(capsule), "-o", "again.py")
-        assert written.stdout == "again.py\n"
-        assert (tmp_path / "again.py").read_text() == printed.stdout
+        status, printed, _ = shrink(str(capsule))
+        assert status == 0
+        compile(printed, "printed", "exec")
+        assert shrink(str(capsule), "-o", "again.py")[:2] == (0, "again.py\n")
+        assert (tmp_path / "again.py").read_text() == printed
 
     def test_a_file_that_is_there_is_replaced_only_by_force(self, shrink: Run, capsule: Path, tmp_path: Path):
         mine = tmp_path / "mine.py"
         mine.write_text("mine")
-        done = shrink(str(capsule), "-o", "mine.py")
-        assert (done.returncode, mine.read_text()) == (2, "mine")
-        assert done.stderr == "llmconsole: mine.py is there already; --force replaces it\n"
-        assert shrink(str(capsule), "-o", "mine.py", "--force").returncode == 0
+        refusal = "llmconsole: mine.py is there already; --force replaces it\n"
+        assert shrink(str(capsule), "-o", "mine.py") == (2, "", refusal)
+        assert mine.read_text() == "mine"
+        assert shrink(str(capsule), "-o", "mine.py", "--force")[0] == 0
         assert "dist.all_reduce" in mine.read_text()
 
     def test_the_document_is_the_golden_one(self, shrink: Run, capsule: Path):
-        document = json.loads(shrink(str(capsule), "--json").stdout)
+        document = json.loads(shrink(str(capsule), "--json")[1])
         assert document["script"].startswith("# Two ranks")
         document |= {"capsule": "odd.capsule", "script": "SCRIPT"}
         if UPDATE:
@@ -239,7 +241,7 @@ class TestTheCommand:
     ):
         with CapsuleWriter(tmp_path / "healthy.capsule", title="healthy") as writer:
             writer.scalars("loss", step=[0, 1, 2], value=[2.5, 2.4, 2.3], rank=0)
-        done = shrink(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        (line,) = done.stderr.splitlines()
+        status, printed, said = shrink(*arguments)
+        assert (status, printed) == (2, "")
+        (line,) = said.splitlines()
         assert words in line
