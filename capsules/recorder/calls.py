@@ -70,7 +70,7 @@ MOST_FRAMES = 24
 Shapes = list[list[int]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One call as the caller saw it; times in Unix seconds."""
 
@@ -226,10 +226,11 @@ class Calls:
             call.own_row = not about.recorded or op == "monitored_barrier" or (op in P2P and about.gloo)
             self.pairs[about.name] += call.p2p
             self.reductions += "reduce" in op
-            if call.own_row or about.gloo:
+            journal = self.journal if about.gloo else None
+            if call.own_row or journal is not None:
                 self._describe(call, arguments)
-            if about.gloo and self.journal is not None:
-                self.journal(call)
+            if journal is not None:
+                journal(call)
             self._issued.append(call)
             return call
         except Exception:  # an odd group or argument is the job's business
@@ -353,15 +354,15 @@ def frames_of(frame: FrameType | None) -> list[dict[str, Any]]:
     """A stack, innermost frame first, without what follows the call."""
     found: list[dict[str, Any]] = []
     while frame is not None and len(found) < MOST_FRAMES:
-        code = frame.f_code
-        if not is_inside(code.co_filename):
-            key = (code, frame.f_lineno)
-            about = _known.get(key)
-            if about is None:
-                if len(_known) > MOST_CALLS:
-                    _known.clear()
-                about = {"name": code.co_name, "file": code.co_filename, "line": frame.f_lineno}
-                _known[key] = about
+        key = (frame.f_code, frame.f_lineno)
+        about = _known.get(key)
+        if about is None:
+            if len(_known) > MOST_CALLS:
+                _known.clear()
+            code = frame.f_code
+            seen = {"name": code.co_name, "file": code.co_filename, "line": frame.f_lineno}
+            about = _known[key] = {} if is_inside(code.co_filename) else seen
+        if about:
             found.append(about)
         frame = frame.f_back
     return found

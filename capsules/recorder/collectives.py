@@ -68,6 +68,7 @@ class Collectives:
         self._latest: dict[str, tuple[int, int]] = {}  # group of Gloo → last recorded: number of operation, and its own
         self._names: dict[str, str] = {}  # local id → name of the group
         self._failed: dict[str, int] = {}  # group → its first collective that failed
+        self._done: dict[str, int] = {}  # group → the last collective that was seen to be over
         self._last: dict[str, int] = {}  # group → the last collective that was seen
         self._every = 1
         self._cost = 0.0  # seconds of the last look
@@ -253,6 +254,8 @@ class Collectives:
         """
         record = read(entries=False) if self._groups.recorded else None
         found: Numbers = {"last_seq": dict(self._last), "last_started": {}, "last_completed": {}}
+        for name, seq in self._done.items():
+            found["last_completed"][name] = min(seq, self._failed.get(name, seq + 1) - 1)
         for local, numbers in (record.status if record is not None else {}).items():
             name = self._names.get(local)
             if name is None:
@@ -262,7 +265,8 @@ class Collectives:
                 value = numbers.get(f"last_{field}_collective", -1)
                 if value >= 0:
                     value = self._as_collective(name, value)
-                    found[each][name] = value if failed is None or each == "last_seq" else min(value, failed - 1)
+                    value = value if failed is None or each == "last_seq" else min(value, failed - 1)
+                    found[each][name] = max(value, found[each].get(name, 0))
         for group in process_groups():
             about = self._groups.of(group)
             if about.gloo and about.recorded:
@@ -310,6 +314,16 @@ class Collectives:
         if idle > max(BETWEEN, self._cost / SHARE):
             self.collect()
 
+    def coverage(self) -> str:
+        """What is not seen, so that silence there is not taken for health."""
+        unseen = "what other libraries send, and reads of a buffer before the wait, are not seen"
+        if self._groups.recorded:
+            source = "from torch's flight recorder, C++ included, Gloo's sends and receives from calls of Python"
+        else:
+            source = "from calls of Python only, since torch's flight recorder is off: DDP's buckets are not among them"
+        lost = f"; {self.lost} had been dropped before they were read, those after them are kept" if self.lost else ""
+        return f"coverage: collectives come {source}; {unseen}{lost}"
+
     @property
     def failed(self) -> bool:
         """Whether any collective failed."""
@@ -342,6 +356,9 @@ class Collectives:
         kept: list[Operation] = []
         for at, operation in enumerate(self._open):
             over = operation.over or len(self._open) - at > MOST_OPEN
+            if operation.over and operation.seq is not None and not operation.p2p:
+                name = operation.name
+                self._done[name] = max(operation.seq, self._done.get(name, 0))
             if not over:
                 kept.append(operation)
             if not over and not everything:

@@ -47,6 +47,8 @@ class Operation:
     def completed(self) -> bool:
         """Whether it is over, well or not; torch's own state stays behind where nothing asks for it."""
         entry, call = self.entry, self.call
+        if call is not None and call.returned is not None and call.group.gloo and not call.failed:
+            return True  # Gloo's threads may tell torch a moment later
         if entry is not None:
             return bool(entry.get("retired")) or entry.get("state") == "completed"
         return call is None or call.returned is not None

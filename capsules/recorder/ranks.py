@@ -106,7 +106,9 @@ class Ranks:
         values["communication_time"] = communication
         self._steps, self._step = self._steps + 1, window.step
         self._samples += sum(len(micro.row_digests) for micro in window.micros)
-        if self._steps > 1:  # the first one warms up
+        if self._steps == 1:
+            self._attempt("ranks", lambda: self._write_event("log", level="info", message=self._collectives.coverage()))
+        else:  # the first one warms up
             self._means.add(values["step_time"] - communication, communication, values["data_time"])
         began = window.micros[0].began if window.micros else time.time()
         self._attempt("collectives", lambda: self._collectives.window(began, window.step))
@@ -186,9 +188,9 @@ class Ranks:
         """What this rank is at: operations under way, and the stack of the job's thread."""
         self._collectives.collect(everything=True, wait=2.0)
         frames = frames_of(sys._current_frames().get(self._main or 0))  # pyright: ignore[reportPrivateUsage]
-        self._write_event("stack", message=words, thread="main", frames=frames)
-        self._write_event("log", level="error", message=words)
         self._account()
+        self._write_event("log", level="error", message=words)
+        self._write_event("stack", message=words, thread="main", frames=frames)
 
     def _write_event(self, kind: str, **fields: Any) -> None:
         about = {"kind": kind, "step": self._step, "t": time.time(), "logger": "llmconsole.recorder"}
@@ -221,6 +223,8 @@ class Ranks:
         self._exit = self._exit or _uncaught() or {"kind": "ok", "t": time.time()}
         done: list[bool] = []
         self._attempt("collectives", lambda: done.append(self._collect_all()))
+        if self._collectives.lost:
+            self._attempt("ranks", lambda: self._write_event("log", level="info", message=self._collectives.coverage()))
         self._attempt("ranks", self._account)
         self.stop(collected=done == [True])
 
