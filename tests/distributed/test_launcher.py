@@ -21,7 +21,10 @@ def test_torchrun_ends_the_others_when_a_rank_is_killed(tmp_path: Path):
         assert launch.left() == []
     report = report_on(launch.place(name))
     found = first_finding(report)
-    assert (found.rule, found.where.rank) == ("distributed/rank-died-first", 1), found.summary
+    assert found.rule == "distributed/rank-died-first", found.summary
+    assert found.summary.startswith("Rank 1 was killed")
+    # DDP's own calls are not on disk before they are made: of two ranks it stays open whether one of them ended it.
+    assert (found.confidence, found.where.rank) == ("undetermined", None)
     assert unexplained(report, found.rule) == {}
 
 
