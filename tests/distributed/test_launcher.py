@@ -25,7 +25,7 @@ def test_torchrun_ends_the_others_when_a_rank_is_killed(tmp_path: Path):
     assert found.summary.startswith("Rank 1 was killed")
     # DDP's own calls are not on disk before they are made: of two ranks it stays open whether one of them ended it.
     assert (found.confidence, found.where.rank) == ("undetermined", None)
-    assert unexplained(report, found.rule) == {}
+    assert {*unexplained(report, found.rule)} <= {"distributed/missing-rank"}
 
 
 def test_a_hang_that_nothing_ends_is_written_down_before_the_job_is_killed(tmp_path: Path):
