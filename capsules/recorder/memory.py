@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import statistics
 from .allocator import History, Keep
@@ -171,6 +172,8 @@ def size_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes on ``device`` of the distinct storages; of a sharded tensor the part that this rank holds."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
+        if is_lazy(tensor):  # has no storage before its module runs
+            continue
         local = tensor if type(tensor) in _PLAIN else statistics.local(tensor)
         if local.is_meta or local.device.type != device.type:
             continue
