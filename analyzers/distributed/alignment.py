@@ -206,7 +206,8 @@ def _edit(theirs: list[int], normal: list[int], foretold: list[int]) -> tuple[_E
         for edit, mine, others, extra in tries:
             made, run = (_run(theirs[mine:], each[others:]) + extra for each in (normal, longer))
             if (made, run) > score:
-                score, best = (made, run), (edit, length, run)
+                score = (made, run)
+                best = (edit, length, run)
     return best
 
 

@@ -80,7 +80,7 @@ def fingerprint_finding(capsule: Capsule, found: Diagnosis) -> Finding | None:
         summary=f"The fingerprints of {number} differ in {what}: {listed}"
         + ("." if seen.decided else "; nothing says which is right."),
         confidence="confirmed" if seen.decided else "undetermined",
-        where=Where(step=last_step(capsule, seen.event), rank=seen.deviating[0] if seen.decided else None),
+        where=Where(step=last_step(capsule, seen.event), rank=min(seen.deviating) if seen.decided else None),
         evidence=(
             *(
                 Evidence(name=f"rank_{rank}_call", value=str(each), expected=normal)

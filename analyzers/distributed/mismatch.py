@@ -125,7 +125,7 @@ def conditional(found: Diagnosis, parting: Parting) -> bool:
 
 def _chosen(found: Diagnosis, group: int, ranks: tuple[int, ...]) -> bool:
     """Whether ranks are such as a condition picks: the first of the group, or several."""
-    return len(ranks) > 1 or ranks[0] in (0, found.calls.groups[group].ranks[0])
+    return len(ranks) > 1 or min(ranks) in (0, found.calls.groups[group].ranks[0])
 
 
 def conditional_end(found: Diagnosis, added: Missing) -> bool:

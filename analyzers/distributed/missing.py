@@ -46,8 +46,11 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         such a rank is the fault and not health. The first call that it lacks is named, collectives before sends; where
         call sites tell that it skipped one earlier among equal calls, that one. Undetermined where as many ranks lack
         the call as made it (two ranks), and where only ranks without evidence are left.
-        That the job stands still must be on record: a watchdog, a time-out that passed, a rank that died. Dumps alone
-        count unless every rank has its newest call in flight and none is more than 3 calls behind.
+        Each rank is held by its oldest call alone, also by ranks that are in it behind an older one. Where most ranks
+        wait in a call that all are in, nobody is missing.
+        That the job stands still must be on record: a watchdog, a time-out that passed, a rank that died, dumps written
+        a time-out after the call began. Other dumps count unless every rank has its newest call in flight and none is
+        more than 3 calls behind; written in less than half of the time-out they leave it undetermined.
 
     Looks like it but is not:
         Later pipeline stages and other groups, which wait for a rank that waits: victims, and named as such. Dumps that

@@ -72,7 +72,11 @@ def _finding(capsule: Capsule, found: Diagnosis, circle: Circle) -> Finding:
         else f"{who.capitalize()} wait for each other in a circle of {what}",
         summary=f"In a circle: {waits}" + (f"; {who} leave the order of the others" if odd else said) + ".",
         confidence="likely" if odd else "undetermined",
-        where=Where(step=last_step(capsule), rank=odd[0] if odd else None, order=min(wait.seq for _, wait, _ in held)),
+        where=Where(
+            step=last_step(capsule),
+            rank=odd[0] if odd else None,
+            order=min((wait.seq for _, wait, _ in held), default=None),
+        ),
         evidence=(
             Evidence(
                 name="deviating_ranks", value=list(odd), note=f"by {circle.votes} ranks" if odd else "not decided"

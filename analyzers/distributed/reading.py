@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from . import thresholds as T
 from .collectives import COMPLETED, MOST_RANKS, UNKNOWN, Calls, Floats, Group, Ints, Reached, Record, Table
 from .signatures import POINT_TO_POINT, Agreement, Shapes, Signature, agreement, dtype_name, liberties
 
@@ -82,7 +83,7 @@ class _Reading:
             status_of=frozenset(each["rank"] for each in status),
             world=world,
             mixed=mixed,
-            written=_written(status),
+            written=_written(status, table),
             timeouts=tuple(each for each in timeouts if each.get("kind") == "collective_timeout"),
             mismatches=tuple(
                 each for each in self._capsule.records("events") if each.get("kind") == "collective_mismatch"
@@ -280,10 +281,12 @@ def _end(table: Table, reached: Mapping[tuple[int, int], Reached], mixed: frozen
                 table.state[start:until] = COMPLETED
 
 
-def _written(status: list[Record]) -> dict[int, float]:
-    """When each rank's dump was written, as far as its file says."""
-    told = {each["rank"]: _number(each.get("dumped")) for each in status}
-    return {rank: moment for rank, moment in told.items() if moment is not None and np.isfinite(moment)}
+def _written(status: list[Record], table: Table) -> dict[int, float]:
+    """When each rank's dump was written, as far as its file says; nothing where a call in one is younger than it."""
+    told = {each["rank"]: _number(each.get("dumped", each.get("t"))) for each in status if each.get("dump") is True}
+    known = {rank: moment for rank, moment in told.items() if moment is not None and np.isfinite(moment)}
+    moments = np.array([known.get(rank, np.inf) for rank in table.rank.tolist()], np.float64)
+    return {} if (table.created > moments + T.CLOCK_S).any() else known
 
 
 def _status(record: Record) -> bool:

@@ -70,7 +70,7 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     if not state.waits and not conflict:
         return None
     newest = _newest(capsule, calls, exits)
-    if (overdue := _overdue(calls, state, newest)) is not None:
+    if (overdue := _overdue(calls, state, newest, over=bool(exits))) is not None:
         return Standstill(overdue, sure=True)
     held = {rank for wait in state.waits for rank in wait.waiting}
     if lost := sorted(held & _lost(capsule, exits)):
@@ -89,6 +89,8 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     asked_for = trigger is not None and trigger.kind in _ON_DEMAND
     if calls.dumped and not asked_for and (conflict or not _runs(calls, state)):
         if 0 <= age < T.TOO_EARLY * limit:
+            if not conflict and _all_in_flight(calls, state):
+                return None  # hosts run ahead of their devices by whole steps
             early = f"the dumps were written {age:,.3g} s after it began, long before a time-out of {limit:,.0f} s"
             return Standstill(early, sure=False, open=True)
         return Standstill("the dumps were written, as they are for a time-out", sure=False)
@@ -146,7 +148,7 @@ def _newest(capsule: Capsule, calls: Calls, exits: dict[int, dict[str, Any]]) ->
     return float(known.max()) if len(known) else np.nan
 
 
-def _overdue(calls: Calls, state: Waiting, newest: float) -> str | None:
+def _overdue(calls: Calls, state: Waiting, newest: float, *, over: bool) -> str | None:
     """The first wait that is older than its time-out, or than anything before it in a job that was then killed."""
     for wait in state.waits:
         if wait.row < 0 or not wait.absent:
@@ -162,15 +164,24 @@ def _overdue(calls: Calls, state: Waiting, newest: float) -> str | None:
         lasted = lasted[np.isfinite(lasted)]
         own = calls.table.ended[calls.table.rank == int(table.rank[wait.row])]
         went_on = len(own) and float(np.nanmax(np.append(own, -np.inf))) > newest - age / 2
-        if len(lasted) and not went_on and age >= max(T.STANDSTILL_S, T.STANDSTILL_FACTOR * float(lasted.max())):
+        if (
+            over
+            and len(lasted)
+            and not went_on
+            and age >= max(T.STANDSTILL_S, T.STANDSTILL_FACTOR * float(lasted.max()))
+        ):
             return f"a call was {age:,.0f} s old, where the longest before took {float(lasted.max()):.3g} s"
     return None
 
 
+def _all_in_flight(calls: Calls, state: Waiting) -> bool:
+    concerned = {rank for wait in state.waits for rank in (*wait.absent, *wait.waiting)}
+    return all(newest_in_flight(calls, rank) for rank in concerned)
+
+
 def _runs(calls: Calls, state: Waiting) -> bool:
     """Whether what the dumps show is a job that runs: all ranks in flight, and none far behind."""
-    concerned = {rank for wait in state.waits for rank in (*wait.absent, *wait.waiting)}
-    if not all(newest_in_flight(calls, rank) for rank in concerned):
+    if not _all_in_flight(calls, state):
         return False
     for wait in state.waits:
         if wait.direct:

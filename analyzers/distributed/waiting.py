@@ -92,7 +92,9 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
             held[rank] = held.get(rank, set()) | set(others)
             edges[rank].update(others)
     waits.extend(_of_silent(calls, heads, held))
-    waited_for = sorted({rank for absent in edges.values() for rank in absent} & calls.spoke)
+    # Hosts run ahead of their devices, by whole steps: only what a rank's oldest call lacks is what it waits for.
+    lacking = (others & held[rank] if rank in heads else others for rank, others in edges.items())
+    waited_for = sorted({rank for absent in lacking for rank in absent} & calls.spoke)
     # A rank may be in calls behind which others are held, and still be the one that they wait for.
     free = [rank for rank in waited_for if not held.get(rank, set()) & edges.get(rank, set())]
     culprits = [rank for rank in ends(held, free) if not _inside(calls, heads, rank)]

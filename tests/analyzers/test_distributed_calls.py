@@ -334,6 +334,28 @@ def test_a_call_older_than_its_time_out_is_a_hang_without_dumps(build: Any) -> N
     assert "600 s" in value(found, "standstill")
 
 
+@pytest.mark.parametrize(
+    ("age", "said"),
+    [(5.0, ("undetermined", None)), (602.0, ("likely", 2)), (1e8, ("likely", 2)), (-50.0, ("likely", 2))],
+)
+def test_when_the_dumps_were_written_tells_a_slow_rank_from_a_hang(
+    build: Any, age: float, said: tuple[str, int | None]
+) -> None:
+    played = play(same(4), stuck=lambda rank, at: rank == 2 and at >= 8)
+    began = max(made[-1]["t_created"] for made in played.calls.values())
+
+    def fill(w: Any) -> None:
+        played.write(w)
+        for rank in range(4):
+            enqueued, completed = played.numbers(rank)
+            status = {"dump": True, "last_seq": enqueued, "last_completed": completed, "dumped": began + age}
+            w.record("ranks", status, rank=rank)
+
+    (found,) = loud(build(fill))
+    assert (found.confidence, found.where.rank) == said
+    assert value(found, "missing_ranks") == [2]
+
+
 def test_evidence_older_than_what_others_finished_accuses_nobody(build: Any) -> None:
     played = play(same(4))
     played.calls[3] = played.calls[3][:20]

@@ -81,6 +81,11 @@ class TestDeaths:
         assert (died.where.rank, value(died, "raised_at")) == (2, "data.py:31 in load")
         assert "data.py:31" in died.summary
 
+    def test_one_rank_that_was_asked_to_end_before_the_others_lost_it_died_first(self, build: Any) -> None:
+        exits = [ended("exception", 2.0, PEER), ended("exception", 2.0, PEER), ended("signal", 1.0, "SIGTERM")]
+        died = loud(build(job(exits)))[0]
+        assert (died.rule, died.where.rank) == (DIED, 2)
+
     def test_of_two_ranks_one_that_vanished_is_not_accused(self, build: Any) -> None:
         played = play(same(2), stuck=lambda rank, at: rank == 0 and at >= 8)
 
