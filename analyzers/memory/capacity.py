@@ -43,10 +43,11 @@ def capacity(capsule: Capsule) -> Iterator[Finding]:
         The trace names whoever asked last, not whoever holds the memory. Whether the device is full, split into
         useless pieces, or shared decides which of three different cures helps.
     How it decides:
-        Likely where the request and what is in use together exceed the device, where it exceeds what is free on the
-        device and unused in the allocator together, or where it exceeds what is free and the allocator holds less
-        than 5 % of the device unused. Failures whose numbers are absent or fit several causes are said here as
-        undetermined. What would fit is computed from the configuration where the manifest has it.
+        Likely where the request and what is in use together exceed the device (or a limit that the job set itself),
+        where it exceeds what is free on the device and unused in the allocator together, where it exceeds what is free
+        and the allocator holds less than 5 % of the device unused, or where both together are less than 2 %. Failures
+        whose numbers are absent or fit several causes are said here as undetermined. What would fit is computed from
+        the configuration where the manifest has it.
     Looks like it but is not:
         Fragmentation (enough is unused, in pieces), memory of another process, the host's memory (a killed process),
         a failure that was caught and after which training went on (info).
@@ -65,18 +66,26 @@ def capacity(capsule: Capsule) -> Iterator[Finding]:
 def _finding(told: Sequence[tuple[Failure, Verdict]], what: Fitting) -> Finding:
     failure, verdict = told[0]
     open_ = verdict.kind == "undecided"
+    limited = failure.limited and not open_
     words = failure_words(told)
     words += f" It may be {' or '.join(verdict.between)}." if open_ else f" {what.words}"
     return Finding(
         severity="info" if failure.caught else None,
         confidence="undetermined" if open_ else "likely",
-        title="Out of memory" if open_ else "Out of memory: the device is full",
+        title="Out of memory"
+        if open_
+        else "Out of memory: the job's own limit is reached"
+        if limited
+        else "Out of memory: the device is full",
         summary=words,
         where=Where(step=failure.step, rank=failure.rank),
         evidence=failure_evidence(told) + (() if open_ else what.evidence),
-        cause=None if open_ else "the job needs more memory than the device has",
+        cause=None
+        if open_
+        else f"the job needs more memory than {'its own limit allows' if limited else 'the device has'}",
         next=_next(failure, open_),
-        fix=tuple(each.words for each in what.changes if each.fits)
+        fix=(("raise the limit that the job sets itself (set_per_process_memory_fraction)",) if limited else ())
+        + tuple(each.words for each in what.changes if each.fits)
         or ("a smaller micro-batch with more accumulation, shorter rows, activation checkpointing or sharding",),
     )
 
@@ -85,7 +94,9 @@ def failure_words(told: Sequence[tuple[Failure, Verdict]]) -> str:
     """One or two sentences about the first of several failures that one rule speaks of."""
     failure, verdict = told[0]
     words = verdict.because[:1].upper() + verdict.because[1:] + "."
-    if failure.allocated is not None and failure.capacity:
+    if (phase := _PHASES.get(failure.phase or "")) is not None:
+        words = f"{phase}, {words[:1].lower()}{words[1:]}"
+    if failure.allocated is not None and failure.capacity and "are in use, of" not in words:
         share = failure.allocated / failure.capacity
         words += f" {gib(failure.allocated)} of {gib(failure.capacity)} ({share:.1%}) are in use."
     if failure.caught:
@@ -123,8 +134,19 @@ def failure_evidence(told: Sequence[tuple[Failure, Verdict]]) -> tuple[Evidence,
             Evidence(name="other process", value=each.bytes, unit="B", note=f"pid {each.pid}")
             for each in failure.others[:16]
         ),
+        *([Evidence(name="device", value=failure.device)] if failure.device is not None else ()),
         Evidence(name="failures", value=len(told), expected=0),
     )
+
+
+#: Where the job was, as a sentence begins.
+_PHASES = {
+    "forward": "In the forward pass",
+    "backward": "In the backward pass",
+    "optimizer": "In the optimizer's step",
+    "eval": "In an evaluation",
+    "communication": "In communication",
+}
 
 
 def _little(failure: Failure, verdict: Verdict) -> str | None:

@@ -24,6 +24,15 @@ _OPTIMIZERS = (
 )
 _FULLY_SHARDED = ("fsdp", "full_shard", "fully_shard", "hybrid_shard", "zero3", "zero-3", "zero_3")
 _HALVES = ("bfloat16", "float16")
+#: What fields are called in a sentence.
+_SPOKEN = (
+    ("model.", "the sizes of the model"),
+    ("training.micro_batch", "the rows of a batch"),
+    ("training.max_length", "their length"),
+    ("training.optimizer", "the optimizer"),
+    ("training.precision", "the precision"),
+    ("training.sharding", "how the ranks share the work"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,12 @@ class Plan:
     missing: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
     beyond: str = ""
+
+    @property
+    def lacking(self) -> str:
+        """Why there is no reading, in words; the names of the fields are in ``missing``."""
+        words = (word for start, word in _SPOKEN if any(each.startswith(start) for each in self.missing))
+        return self.beyond or f"not on record are {', '.join(words)}"
 
 
 _PLANS: WeakKeyDictionary[Capsule, Plan] = WeakKeyDictionary()

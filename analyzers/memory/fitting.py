@@ -74,8 +74,7 @@ def fitting(planned: Plan, failure: Failure) -> Fitting:
     """
     device = failure.capacity
     if not planned.readings:
-        lacking = planned.beyond or f"the manifest lacks {', '.join(planned.missing)}"
-        return Fitting(0.0, 0.0, (), f"What would fit cannot be computed: {lacking}.")
+        return Fitting(0.0, 0.0, (), f"What would fit cannot be computed: {planned.lacking}.")
     if device is None:
         return Fitting(0.0, 0.0, (), "What would fit cannot be computed: the size of the device is not stated.")
     device = min(device, failure.allowed or device)

@@ -16,6 +16,7 @@ from .allocator import histories, own_frame
 from .capacity import failure_evidence, failure_words
 from .lengths import growing_lengths, grows
 from .oom import Failure, Verdict, gib, told_by
+from .records import segment_for
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -166,9 +167,7 @@ def _at_the_end(history: History, failure: Failure) -> bool:
 
 def _sizes_said(size: int) -> tuple[int, int]:
     """What an event and what an error's text give for one request: the block, and the segment it would have taken."""
-    if size <= _MIB:
-        return size, 2 * _MIB
-    return size, 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
+    return size, segment_for(size)
 
 
 def _look(history: History, at: int) -> _Unused:

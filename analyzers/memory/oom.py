@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
 
-from .records import capacities, gib, largest_free_blocks, mappings, number, positive, whole
+from .processes import Other, sorted_out
+from .records import capacities, gib, largest_free_blocks, number, positive, segment_for, whole
 from .thresholds import (
     LITTLE_SLACK,
     MOSTLY_OUTSIDE,
+    NO_SLACK,
     OTHERS_BYTES,
     OTHERS_SHARE,
     OUTSIDE_BYTES,
     OUTSIDE_SHARE,
     PRINTED,
+    PRIVATE_SHARE,
 )
 
 if TYPE_CHECKING:
@@ -49,19 +52,12 @@ _MOST: Final = 4096
 
 
 @dataclass(frozen=True)
-class Other:
-    """Another process on the device."""
-
-    pid: int | None
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Failure:
     """One out-of-memory failure of a device; sizes in bytes, None where nothing says them.
 
     ``own`` is everything this process has on the device, ``outside`` the part of it that PyTorch's allocator did not
-    hand out, ``allowed`` a limit that the job set itself. ``caught``: the rank reported a later step, so it went on.
+    hand out, ``allowed`` a limit that the job set itself. ``segment`` is what the driver was asked for, where that is
+    more than what the job asked for. ``caught``: the rank reported a later step, so it went on.
     """
 
     step: int | None
@@ -72,9 +68,11 @@ class Failure:
     type: str | None
     message: str
     requested: int | None
+    segment: int | None
     free: int | None
     allocated: int | None
     reserved: int | None
+    private: int | None
     capacity: int | None
     own: int | None
     outside: int | None
@@ -89,6 +87,11 @@ class Failure:
         if self.reserved is None or self.allocated is None or self.reserved < self.allocated:
             return None
         return self.reserved - self.allocated
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit that the job set itself ended it, not the size of the device."""
+        return self.allowed is not None and self.room is not None and (self.free is None or self.room < self.free)
 
     @property
     def room(self) -> int | None:
@@ -195,19 +198,21 @@ def classify(failure: Failure) -> Verdict:
             f"the job's own limit of {gib(failure.allowed)} is reached, {gib(failure.free)} are free on the device"
         )
         return Verdict("capacity", (), because)
-    if requested <= free:
+    wanted = max(requested, failure.segment or 0)
+    segment = f" ({gib(wanted)} of the device, a whole segment)" if wanted > 1.1 * requested else ""
+    if wanted <= free:
         because = (
-            f"{gib(requested)} were asked for and {gib(free)} are free on the device: memory was freed since, "
+            f"{gib(requested)} were asked for{segment}, {gib(free)} are free on the device: memory was freed since, "
             "or a limit other than the device's size was reached"
         )
         return Verdict("undecided", ("a limit", "other process"), because)
     size = failure.capacity or failure.reserved or requested
-    asked = f"{gib(requested)} were asked for, {gib(free)} are free on the device"
+    asked = f"{gib(requested)} were asked for{segment}, {gib(free)} are free on the device"
     split = (
         idle is not None and idle >= requested and (failure.largest_free is None or failure.largest_free < requested)
     )
     outside = _outside(failure, size)
-    if outside is not None and outside[0] >= requested - free and (not split or outside[0] > (idle or 0)):
+    if outside is not None and outside[0] >= wanted - free and (not split or outside[0] > (idle or 0)):
         held, words, sure, between = outside
         if sure:
             return Verdict("other process", (), f"{asked}, and {gib(held)} {words}: without them it had fitted")
@@ -217,9 +222,16 @@ def classify(failure: Failure) -> Verdict:
     asked += f" and {gib(idle)} are held unused by the allocator"
     little = idle <= LITTLE_SLACK * size
     if split:
+        if failure.capacity is not None and free + idle <= NO_SLACK * size:
+            return Verdict(
+                "capacity", (), f"{asked}: {(free + idle) / size:.1%} of the device, as any full device leaves"
+            )
         if little and failure.largest_free is None:
             because = f"{asked}: enough by the sum, and only {idle / size:.1%} of the device, as any full device leaves"
             return Verdict("undecided", ("capacity", "fragmentation"), because)
+        if failure.private is not None and failure.private >= PRIVATE_SHARE * idle:
+            held = f"{gib(failure.private)} are in use in private pools (CUDA graphs), whose unused part none else gets"
+            return Verdict("undecided", ("fragmentation", "unused memory of private pools"), f"{asked}; {held}")
         return Verdict("fragmentation", (), f"{asked}: enough by the sum, and no one block is large enough")
     if requested > free + idle + PRINTED or little:
         too_little = (
@@ -310,6 +322,9 @@ def _failures(capsule: Capsule) -> Iterator[Failure]:
         # A recording has the words and what the device said afterwards; a log has been read already.
         said = (parsed(message[:_MOST]) or {}) | {name: value for name, value in event.items() if value is not None}
         allowed = _ALLOWED.search(message[:_MOST])
+        requested, reserved = positive(said.get("requested")), whole(said.get("reserved"))
+        capacity, free = positive(said.get("capacity")) or sizes.get(rank or 0), whole(said.get("free"))
+        own, others = sorted_out(said, reserved, capacity, free)
         yield Failure(
             step=step,
             rank=rank,
@@ -318,25 +333,21 @@ def _failures(capsule: Capsule) -> Iterator[Failure]:
             phase=str(event["phase"]) if event.get("phase") else None,
             type=str(event["type"]) if event.get("type") else None,
             message=message,
-            requested=positive(said.get("requested")),
-            free=whole(said.get("free")),
+            requested=requested,
+            # An event of a trace names the block, an error's text the segment that the driver refused.
+            segment=segment_for(requested) if requested is not None and "event" in said else None,
+            free=free,
             allocated=whole(said.get("allocated")),
-            reserved=whole(said.get("reserved")),
-            capacity=positive(said.get("capacity")) or sizes.get(rank or 0),
-            own=whole(said.get("process_used")),
+            reserved=reserved,
+            private=positive(said.get("private_pools")),
+            capacity=capacity,
+            own=own,
             outside=whole(said.get("other_allocations")),
             allowed=round(float(allowed[1]) * _UNITS[allowed[2]]) if allowed else None,
-            others=tuple(_others(said.get("other_processes"))),
+            others=others,
             largest_free=_first(event.get("largest_free_block"), blocks.get((rank or 0, step)), blocks.get(rank or 0)),
             caught=_went_on(step, number(event.get("t")), ends.get(rank or 0) or ends.get(None)),
         )
-
-
-def _others(value: Any) -> Iterator[Other]:
-    for _, each in zip(range(64), mappings(value), strict=False):
-        size = whole(each.get("bytes"))
-        if size is not None:
-            yield Other(whole(each.get("pid")), size)
 
 
 def _ends(capsule: Capsule) -> dict[int | None, tuple[int, float]]:

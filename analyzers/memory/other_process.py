@@ -11,7 +11,8 @@ from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..series import curve
 from .capacity import failure_evidence, failure_words
-from .oom import Failure, Other, Verdict, failures, told_by
+from .oom import Failure, Verdict, failures, told_by
+from .processes import Other
 from .records import capacities, gib, mappings, whole
 from .thresholds import BEYOND_BYTES, BEYOND_SHARE, MOSTLY_OUTSIDE, OUTSIDE_BYTES
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
+_MIB = 1 << 20
+
 
 def number(value: Any) -> float | None:
     """A finite number, else None."""
@@ -42,6 +44,13 @@ def gib(size: float | None) -> str:
     if abs(size) < 1 << 29:
         return f"{size / 2**20:,.2f} MiB"
     return f"{size / 2**30:,.2f} GiB"
+
+
+def segment_for(size: int) -> int:
+    """Bytes of the segment that the allocator asks the driver for, to hold a block of a size."""
+    if size <= _MIB:
+        return 2 * _MIB
+    return 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
 
 
 def capacities(capsule: Capsule) -> dict[int, int]:

@@ -4,6 +4,10 @@
 PRINTED = 16 << 20
 #: Share of the device that the allocator holds unused however well it works: little slack.
 LITTLE_SLACK = 0.05
+#: The same of free and unused memory together: a device of which no more is left is full, however it is cut.
+NO_SLACK = 0.02
+#: Share of the unused memory that private pools must have in use, for what is unused to be theirs, perhaps.
+PRIVATE_SHARE = 0.5
 #: Share of the device, and bytes, from which memory outside the allocator is more than contexts and libraries need.
 OUTSIDE_SHARE, OUTSIDE_BYTES = 0.10, 2 << 30
 #: The same where the process's own use is known, so that what is left belongs to others for certain.

@@ -303,7 +303,7 @@ def test_fields_that_are_missing_are_named_and_a_configuration_that_explains_not
 ):
     event = {"capacity": 80 * GIB, "free": GIB, "allocated": 77 * GIB, "reserved": 78 * GIB, "requested": 4 * GIB}
     (finding,) = findings_of(CAPACITY, build(out_of_memory(**event)))
-    assert "the manifest lacks model.layers, model.hidden" in finding.summary
+    assert "not on record are the sizes of the model, the rows of a batch" in finding.summary
     small = described(BASE, micro_batch=4, max_length=128)
     (finding,) = findings_of(CAPACITY, build(out_of_memory(**event), small))
     assert "something holds memory that is not in the configuration" in finding.summary
