@@ -81,9 +81,10 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
     from_start = _from_start(calls)
     for group in range(len(calls.groups)):
         waits.extend(_of_group(calls, group, from_start, edges, outdated))
-    waits.extend(_of_sends(calls, edges))
+    other_side = _other_sides(calls)
+    waits.extend(_of_sends(calls, other_side, edges))
     heads = _heads(calls)
-    held = _held(calls, heads, from_start)
+    held = _held(calls, heads, other_side, from_start)
     for ranks, others, decided in conflicts:
         for rank in others:
             held[rank] = held.get(rank, set()) | set(ranks)
@@ -117,21 +118,37 @@ def _heads(calls: Calls) -> dict[int, tuple[bool, int]]:
     return {rank: (direct, row) for rank, (_, direct, row) in found.items()}
 
 
-def _held(calls: Calls, heads: dict[int, tuple[bool, int]], from_start: frozenset[int]) -> dict[int, set[int]]:
+def _held(
+    calls: Calls, heads: dict[int, tuple[bool, int]], other_side: dict[int, int], from_start: frozenset[int]
+) -> dict[int, set[int]]:
     """By whom each rank is held in its oldest call: who has not entered it, and who is in it behind an older call."""
     return {
-        rank: _not_posted(calls, heads, rank, row) if direct else _not_there(calls, heads, rank, row, from_start)
+        rank: _not_posted(calls, heads, other_side, rank, row)
+        if direct
+        else _not_there(calls, heads, rank, row, from_start)
         for rank, (direct, row) in heads.items()
     }
 
 
-def _not_posted(calls: Calls, heads: dict[int, tuple[bool, int]], rank: int, row: int) -> set[int]:
-    peer = int(calls.direct.peer[row])
-    turned = peer in heads and heads[peer][0] and int(calls.direct.peer[heads[peer][1]]) == rank
-    if turned:  # to each other: held where both send, or both receive
-        same = calls.direct.signature[heads[peer][1]], calls.direct.signature[row]
-        turned = calls.signatures[int(same[0])].family != calls.signatures[int(same[1])].family
-    return set() if turned else {peer}
+def _not_posted(
+    calls: Calls, heads: dict[int, tuple[bool, int]], other_side: dict[int, int], rank: int, row: int
+) -> set[int]:
+    """The other sides of a send or receive, and of its batch, that are not posted or lie behind older calls."""
+    table = calls.direct
+    parts = np.flatnonzero(
+        (table.rank == rank) & (table.group == table.group[row]) & (table.seq == table.seq[row]) & table.pending
+    )
+    found: set[int] = set()
+    for part in {row, *parts.tolist()}:
+        peer, other = int(table.peer[part]), other_side.get(part, UNKNOWN)
+        if other == UNKNOWN:
+            found.add(peer)
+        elif bool(table.pending[other]):
+            at = heads[peer]  # it has a call in flight: at least this one
+            same = at[0] and table.group[at[1]] == table.group[other] and table.seq[at[1]] == table.seq[other]
+            if not same:
+                found.add(peer)
+    return found - {rank, UNKNOWN}
 
 
 def _not_there(
@@ -254,19 +271,39 @@ def _needs_all(calls: Calls, group: int, seq: int) -> bool:
     return False
 
 
-def _of_sends(calls: Calls, edges: dict[int, set[int]]) -> Iterable[Wait]:
+def _other_sides(calls: Calls) -> dict[int, int]:
+    """For each send and receive in flight the row of its other side; nothing where that is not posted.
+
+    The nth send between two ranks goes with the nth receive. Where one of them no longer holds all of its calls, those
+    in flight on both sides are paired from the oldest on.
+    """
+    table = calls.direct
+    sends = np.array([each.family == "send" for each in calls.signatures], np.bool_)
+    rows: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+    for row in np.flatnonzero(table.peer >= 0).tolist():
+        rank, peer, sent = int(table.rank[row]), int(table.peer[row]), bool(sends[table.signature[row]])
+        rows[int(table.group[row]), *((rank, peer) if sent else (peer, rank)), sent].append(row)
+    whole = {
+        rank for each in (table, calls.table) for rank in each.rank[(each.order == 0) | (each.order == 1)].tolist()
+    }
+    found: dict[int, int] = {}
+    for (group, source, target, sent), own in rows.items():
+        theirs = rows.get((group, source, target, not sent), [])
+        if not {source, target} <= whole:
+            own, theirs = ([row for row in each if table.pending[row]] for each in (own, theirs))
+        found |= {row: other for row, other in zip(own, theirs, strict=False) if table.pending[row]}
+    return found
+
+
+def _of_sends(calls: Calls, other_side: dict[int, int], edges: dict[int, set[int]]) -> Iterable[Wait]:
     """Sends and receives whose other side is not posted."""
     table = calls.direct
-    posted: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+    first: dict[tuple[int, int, int, int], int] = {}
     for row in np.flatnonzero(table.pending & (table.peer >= 0)).tolist():
         rank, peer = int(table.rank[row]), int(table.peer[row])
-        sends = calls.signatures[int(table.signature[row])].family == "send"
-        posted[int(table.group[row]), rank, peer, sends].append(row)
-    for (group, rank, peer, sends), rows in posted.items():
-        matched = len(posted.get((group, peer, rank, not sends), ()))
-        if matched >= len(rows) or peer == rank:
-            continue
-        row = rows[matched]
+        if row not in other_side and peer != rank:
+            first.setdefault((int(table.group[row]), rank, peer, int(table.signature[row])), row)
+    for (group, rank, peer, _), row in first.items():
         known = peer in calls.spoke
         if known:
             edges[rank].add(peer)

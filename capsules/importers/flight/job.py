@@ -191,7 +191,28 @@ class _Rank:
             number = calls.op_id[at] if gloo[group] else None if calls.direct[at] else calls.collective_seq[at]
             if calls.retired[at] or (number is not None and number <= done[group]):
                 state[at] = _COMPLETED
+        self._close_batches(state)
         return state
+
+    def _close_batches(self, state: list[int]) -> None:
+        """Give the calls of a batch the state of the entry that closes it: torch never updates their own."""
+        calls, operations = self.dump.calls, self.tables.operations.values
+        open_: dict[int, list[int]] = defaultdict(list)  # by group: the calls just before that have one number
+        for at, (group, op) in enumerate(zip(calls.group, calls.op, strict=True)):
+            before = open_[group]
+            if operations[op].name.lower().endswith("coalesced") and not self.tables.shapes.values[calls.inputs[at]]:
+                for part in before if before and self._of_one_batch(before[-1], at) else ():
+                    state[part] = state[at]
+                before.clear()
+                continue
+            if before and not self._of_one_batch(before[-1], at):
+                before.clear()
+            before.append(at)
+
+    def _of_one_batch(self, part: int, other: int) -> bool:
+        calls = self.dump.calls
+        same = calls.collective_seq[part] == calls.collective_seq[other]
+        return same and (not calls.direct[part] or calls.p2p_seq[part] == calls.p2p_seq[other])
 
     def _last_completed(self, group: Group) -> int:
         status = self.status.get(group.name)
