@@ -167,6 +167,26 @@ class TestFields:
         assert [each["state"] for each in capsule.records("collectives")] == ["completed", "completed", "started"]
         assert "last_started" not in states(capsule)[0]
 
+    def test_the_calls_of_a_batch_are_as_far_as_the_entry_that_closes_it(self, job):
+        # torch updates neither state nor times of what stands within a coalesced call, only of its last entry.
+        alone = {"state": "scheduled", "retired": False, "time_discovered_completed_ns": None}
+        closing = {"input_sizes": [], "output_sizes": []}
+        direct = {"is_p2p": True, "collective_seq_id": 0}
+        done = entry(3, "coalesced", p2p_seq_id=2, **direct, **closing)
+        calls = [
+            entry(0, "send 0->1", p2p_seq_id=1, **direct, **alone),  # no batch: it is in flight
+            entry(1, "send 0->1", p2p_seq_id=2, **direct, **alone),
+            entry(2, "recv 0<-1", p2p_seq_id=2, **direct, **alone),
+            done,
+            entry(4, "reduce_scatter_tensor_coalesced", seq=1, **alone),
+            entry(5, "reduce_scatter_tensor_coalesced", seq=1, **alone),
+            entry(6, "reduce_scatter_tensor_coalesced", seq=1, **closing),
+            entry(7, "send 0->1", p2p_seq_id=3, **direct, **alone),
+            entry(8, "coalesced", p2p_seq_id=3, **direct, **closing, **alone),
+        ]
+        capsule = job({"dump_0": dump(calls, pg_status={})})
+        assert [each["state"][0] for each in capsule.records("collectives")] == [*"sccc", *"ccc", *"ss"]
+
     def test_calls_are_in_their_order_however_they_stand_in_the_file(self, job):
         calls = [entry(number) for number in range(9)]
         random.Random(3).shuffle(calls)
