@@ -13,7 +13,15 @@ from tests.distributed.lab.launch import Launch, looked_at
 pytestmark = pytest.mark.timeout(400)
 
 #: Which of two different calls is wrong takes a third rank to say.
-UNDECIDED = ("different shape", "different op", "perturbed parameters")
+UNDECIDED = (
+    "missing call",
+    "extra call",
+    "different shape",
+    "different dtype",
+    "different op",
+    "groups in different order",
+    "perturbed parameters",
+)
 #: A rank that is behind, ends, or is slow is known from its own record.
 DECIDED = ("a rank that never comes", "uneven steps", "exception", "slow rank", "gradients not averaged")
 HONEST = ("healthy",)
