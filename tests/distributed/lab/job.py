@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,11 @@ TIMEOUT, HANG_AFTER = 5.0, 2.0
 LENGTH, BATCH, STEPS, RATE = 16, 4, 8, 1e-2
 
 Batch = tuple[list[str], dict[str, Tensor]]
+
+
+def place(folder: Path, name: str) -> Path:
+    """Where a job keeps its capsule, its files and what it says."""
+    return folder / re.sub(r"\W+", "-", name)
 
 
 def collate(samples: list[data.Sample]) -> Batch:

@@ -15,7 +15,7 @@ from typing import Self
 
 import pytest
 
-from .main import place
+from .job import place
 
 ROOT = Path(__file__).resolve().parents[3]
 _MARK = "LLMCONSOLE_TEST_MARK"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import signal
 import sys
 from datetime import timedelta
@@ -23,18 +22,13 @@ import torch.distributed.fsdp  # noqa: F401
 
 from .faults import FAULTS, FOREVER, Fault
 from .honest import HONEST
-from .job import PATIENT, Job
+from .job import PATIENT, Job, place
 
 #: Jobs under way on a rank at any time.
 AT_ONCE = 4
 
 #: Seconds after which a process ends by itself, should the one that started all be gone.
 LIFE = 600
-
-
-def place(folder: Path, name: str) -> Path:
-    """Where a job keeps its capsule, its files and what it says."""
-    return folder / re.sub(r"\W+", "-", name)
 
 
 def play(folder: Path, name: str) -> None:
