@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -95,12 +95,16 @@ def _restored(tensors: dict[str, Any]) -> History | None:
 
 def own_frame(history: History, stack: int) -> str:
     """``function file:line`` of the innermost frame outside of libraries, else of the innermost one."""
-    frames = history.stacks.of(stack)
+    return place(history.stacks.of(stack))
+
+
+def place(frames: Sequence[tuple[str, str, int]]) -> str:
+    """``function file:line`` of the innermost of frames (function, file, line) outside of libraries, else of all."""
     if not frames:
         return "no stack was recorded"
     name, file, line = next((each for each in frames if not _LIBRARY.search(each[1])), frames[0])
-    place = "/".join(file.split("/")[-2:]) + (f":{line}" if line else "")
-    return " ".join(each for each in (name, place) if each)
+    where = "/".join(file.split("/")[-2:]) + (f":{line}" if line else "")
+    return " ".join(each for each in (name, where) if each)
 
 
 def alike(size: Array) -> Array:

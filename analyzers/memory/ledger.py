@@ -10,8 +10,10 @@ from ..finding import Evidence, Finding, Where
 from ..reference.memory_model import Estimate, estimate
 from ..registry import rule
 from ..series import curve
+from .allocator import place
 from .configuration import Plan, plan
-from .records import capacities, gib, positive, whole
+from .oom import failures
+from .records import capacities, gib, mappings, positive, whole
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -19,15 +21,23 @@ if TYPE_CHECKING:
 #: What a peak is made of; those that the memory model computes come first.
 COMPUTED: Final = ("weights", "gradients", "optimizer", "activations", "communication", "transient")
 TERMS: Final = (*COMPUTED, "kv_cache", "fragmentation")
-_SCALARS: Final = ("memory_peak", "memory_reserved", "memory_allocated")
+#: Curves of which the highest point is the peak, and what they count.
+_SCALARS: Final = {"memory_peak": "allocated", "memory_reserved": "reserved", "memory_allocated": "allocated"}
+#: Stacks that are named as those that hold most.
+_MOST_NAMED: Final = 3
+#: Share of the peak that is not worth a sentence.
+_SMALL: Final = 0.001
 
 
 @dataclass
 class _Measured:
-    """What was measured: bytes by term, the peak, and where it was."""
+    """What was measured: bytes by term, the peak, what it counts, and where it was; what the allocator counted."""
 
     terms: dict[str, int] = field(default_factory=dict[str, int])
     peak: int | None = None
+    counts: str = "allocated"
+    retries: int = 0
+    holders: tuple[tuple[int, int, str], ...] = ()  # bytes, blocks, place of the stacks that hold most
     reserved: int | None = None
     capacity: int | None = None
     phase: str | None = None
@@ -58,8 +68,8 @@ def ledger(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         It only reports: each term in bytes as measured and, beside it, as computed from the configuration
         (Korthikanti et al. 2022 and Rajbhandari et al. 2020, within 10 % of what torch allocates for a GPT); the phase
-        of the peak; the largest term that nothing explains. The use of the device alone says nothing of its parts and
-        is undetermined.
+        of the peak; the largest term that nothing explains; the stacks that hold most. A peak alone, and the use of
+        the device alone, say nothing of their parts and are undetermined.
     Looks like it but is not:
         A peak in the first steps, while kernels are tried out; memory that the allocator keeps and nobody uses.
     What to try next:
@@ -71,8 +81,7 @@ def ledger(capsule: Capsule) -> Iterator[Finding]:
     estimates = [estimate(shape, job) for shape, job in planned.readings]
     measured = _measured(capsule)
     if measured.peak is None and not measured.terms:
-        used = curve(capsule, "memory_device_used").finite()
-        yield _of_the_device(used.value.max() if len(used) else None, estimates, planned)
+        yield _of_the_device(_highest(capsule, "memory_device_used"), estimates)
         return
     known = {**_middle(estimates), **measured.terms} if estimates else dict(measured.terms)
     total = max(measured.peak or 0, measured.reserved or 0) or None
@@ -82,7 +91,7 @@ def ledger(capsule: Capsule) -> Iterator[Finding]:
         else measured.peak - sum(size for name, size in known.items() if name != "fragmentation")
     )
     yield Finding(
-        confidence="confirmed" if measured.terms else "likely" if estimates else "undetermined",
+        confidence="confirmed" if _parted(measured) else "likely" if estimates else "undetermined",
         title=_title(measured, estimates),
         summary=_summary(measured, known, unexplained, estimates, planned),
         where=Where(step=measured.step, rank=measured.rank),
@@ -90,15 +99,43 @@ def ledger(capsule: Capsule) -> Iterator[Finding]:
             *_rows(measured, estimates),
             *_total_rows(measured, total, unexplained, estimates),
         ),
-        cause="the terms of the peak" if measured.terms or estimates else None,
-        next=_next(measured, estimates, planned, unexplained),
+        cause="the terms of the peak" if _parted(measured) or estimates else None,
+        next=_next(measured, estimates, unexplained),
     )
+
+
+def _parted(measured: _Measured) -> bool:
+    """Whether anything was measured of what the peak is made of; what is unused is no part of it."""
+    return any(name != "fragmentation" for name in measured.terms)
+
+
+def _highest(capsule: Capsule, name: str) -> tuple[float, int, int] | None:
+    """(value, step, rank) of the highest point of a curve over all ranks."""
+    found: list[tuple[float, int, int]] = []
+    for key in capsule.scalar_keys():
+        if key.name == name and key.side is None and len(points := curve(capsule, name, key.rank).finite()):
+            at = int(points.value.argmax())
+            found.append((float(points.value[at]), int(points.step[at]), key.rank))
+    return max(found, key=lambda each: each[0], default=None)
+
+
+def _holders(capsule: Capsule, rank: int | None) -> Iterator[tuple[int, int, str]]:
+    for record in capsule.records("allocations", rank=rank):
+        size = whole(record.get("size"))
+        if size and record.get("action") == "live":
+            frames = [
+                (str(each.get("name") or ""), str(each.get("file") or ""), whole(each.get("line")) or 0)
+                for each in mappings(record.get("frames"))
+            ]
+            if frames:
+                yield size, whole(record.get("count")) or 1, place(frames)
 
 
 def _measured(capsule: Capsule) -> _Measured:
     """The ledger of the highest record, completed by other records of its step, else by the curves."""
     records = list(capsule.records("memory"))
-    found = _Measured(capacity=min(capacities(capsule).values(), default=None))
+    stated = (each.capacity for each in failures(capsule) if each.capacity is not None)
+    found = _Measured(capacity=min(capacities(capsule).values(), default=min(stated, default=None)))
     best = max(records, key=_height, default=None)
     if best is not None:
         found.phase = str(best["phase"]) if best.get("phase") else None
@@ -115,13 +152,13 @@ def _measured(capsule: Capsule) -> _Measured:
         found.peak = positive(best.get("peak")) or positive(best.get("allocated"))
         found.reserved = max((each for one in same if (each := positive(one.get("reserved")))), default=None)
         found.capacity = positive(best.get("capacity")) or found.capacity
+        found.retries = whole(best.get("retries")) or 0
+        found.holders = tuple(sorted(_holders(capsule, found.rank), reverse=True)[:_MOST_NAMED])
     if found.peak is None:
-        curves = [curve(capsule, name).finite() for name in _SCALARS]
-        peaks = [each for each in curves if len(each)]
-        if peaks:
-            at = int(peaks[0].value.argmax())
-            found.peak = int(max(0.0, peaks[0].value[at]))
-            found.step = int(peaks[0].step[at]) if found.step is None else found.step
+        peaks = ((name, highest) for name in _SCALARS if (highest := _highest(capsule, name)) is not None)
+        for name, (value, step, rank) in list(peaks)[:1]:
+            found.peak, found.counts = int(max(0.0, value)), _SCALARS[name]
+            found.step, found.rank = (step, rank) if found.step is None else (found.step, found.rank)
     if found.reserved is not None and found.peak is not None and "fragmentation" not in found.terms:
         found.terms["fragmentation"] = max(0, found.reserved - found.peak)
     return found
@@ -175,43 +212,67 @@ def _title(measured: _Measured, estimates: Sequence[Estimate]) -> str:
     peak = measured.peak if measured.peak is not None else max((each.peak for each in estimates), default=None)
     if peak is None:
         return "Memory, as far as it was measured"
-    return f"Memory at the peak: {gib(peak)}"
+    return f"Memory at the peak: {gib(peak)}{_share(peak, measured.capacity)}"
+
+
+def _share(size: float, capacity: int | None) -> str:
+    return f", {size / capacity:.1%} of the device" if capacity else ""
 
 
 def _summary(
     measured: _Measured, known: Mapping[str, int], unexplained: int | None, estimates: Sequence[Estimate], planned: Plan
 ) -> str:
     order = sorted(((name, size) for name, size in known.items() if size), key=lambda each: -each[1])
-    words = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in order) or "no term of it is known"
+    parts = [f"{name.replace('_', ' ')} {gib(size)}" for name, size in order if name != "fragmentation"]
     where = f" in {measured.phase}" if measured.phase else f" in {estimates[0].phase}, computed" if estimates else ""
-    words = f"The peak{where}: {words}."
-    if unexplained is not None and order and abs(unexplained) > 0:
-        words += f" {gib(abs(unexplained))} {'are not explained' if unexplained > 0 else 'too much is computed'}."
-    if not estimates:
-        words += f" Nothing is computed: {_lacking(planned)}."
-    elif planned.open:
+    if parts:
+        words = f"The peak{where}: {', '.join(parts)}."
+        if unexplained is not None and abs(unexplained) > _SMALL * (measured.peak or 0):
+            words += f" {gib(abs(unexplained))} {'are not explained' if unexplained > 0 else 'too much is computed'}."
+    else:
+        words = f"At most {gib(measured.peak)} were {measured.counts}{where}; nothing tells what they are made of."
+    if unused := measured.terms.get("fragmentation"):
+        words += f" {gib(unused)} more are held unused."
+    if measured.retries:
+        words += f" The allocator had to give its cache back {measured.retries:,} times."
+    if measured.holders:
+        held = (
+            f"{gib(size)} from {line} ({count:,} block{'s' if count > 1 else ''})"
+            for size, count, line in measured.holders
+        )
+        words += f" Largest: {'; '.join(held)}."
+    if estimates and planned.open:
         words += f" Open in the configuration: {', '.join(planned.open)}."
+    elif planned.beyond:
+        words += f" Nothing is computed: {planned.beyond}."
     return words
 
 
-def _next(
-    measured: _Measured, estimates: Sequence[Estimate], planned: Plan, unexplained: int | None
-) -> tuple[str, ...]:
-    steps: list[str] = []
-    if measured.peak is not None and unexplained is not None and unexplained > 0.1 * measured.peak:
-        steps.append("write an allocator snapshot at the peak and look at the stacks that hold most")
-    if not estimates and planned.missing:
-        steps.append(f"give the manifest {', '.join(planned.missing)}: the terms are then computed beside")
-    return tuple(steps)
+def _next(measured: _Measured, estimates: Sequence[Estimate], unexplained: int | None) -> tuple[str, ...]:
+    """The one step that tells most."""
+    large = measured.peak is None or (unexplained is not None and unexplained > 0.1 * measured.peak)
+    if measured.holders:
+        return ("look at the stacks that hold most: what do they keep until the peak?",) if large else ()
+    if not estimates and not _parted(measured):
+        return (_RECORD,)
+    return ("write an allocator snapshot at the peak and look at the stacks that hold most",) if large else ()
 
 
-def _of_the_device(used: float | None, estimates: Sequence[Estimate], planned: Plan) -> Finding:
+#: What tells the parts of a peak, where nothing does.
+_RECORD: Final = (
+    "record some steps with llmconsole's Recorder, or write an allocator snapshot at the peak: "
+    "both tell weights, states and activations apart"
+)
+
+
+def _of_the_device(highest: tuple[float, int, int] | None, estimates: Sequence[Estimate]) -> Finding:
     peaks = [each.peak for each in estimates]
-    words = "Only the use of the whole device is on record"
+    used, _, rank = highest if highest is not None else (None, 0, None)
     return Finding(
         confidence="undetermined",
-        title="Memory of the device, and nothing of its parts",
-        summary=f"{words}, at most {gib(used)}: an allocator snapshot is needed to tell its parts apart.",
+        title=f"Memory of the device: {gib(used)} at most",
+        summary="Only the use of the whole device is on record: an allocator snapshot tells its parts apart.",
+        where=Where(rank=rank),
         evidence=(
             Evidence(
                 name="memory_device_used",
@@ -222,17 +283,10 @@ def _of_the_device(used: float | None, estimates: Sequence[Estimate], planned: P
             ),
             *_rows(_Measured(), estimates),
         ),
-        next=(
-            "write an allocator snapshot, or record with the recorder",
-            *_next(_Measured(), estimates, planned, None),
-        ),
+        next=(_RECORD,),
     )
 
 
 def _between(low: float, high: float) -> str | int:
     """A computed number, or the range of the readings that the configuration admits."""
     return round(low) if round(low) == round(high) else f"{low:,.0f} … {high:,.0f}"
-
-
-def _lacking(planned: Plan) -> str:
-    return planned.beyond or f"the manifest lacks {', '.join(planned.missing)}"

@@ -238,6 +238,53 @@ def test_the_use_of_the_device_alone_is_undetermined(build: Make, findings_of: F
     assert values(finding)["memory_device_used"] == 75 * GIB
 
 
+@pytest.mark.fires(LEDGER)
+def test_the_fullest_of_several_devices_is_named(build: Make, findings_of: Findings):
+    def fill(writer: Any) -> None:
+        writer.scalars("memory_device_used", step=[0, 1], value=[40.0 * GIB, 41.0 * GIB], rank=0)
+        writer.scalars("memory_device_used", step=[0, 1], value=[70.0 * GIB, 71.0 * GIB], rank=1)
+
+    (finding,) = findings_of(LEDGER, build(fill))
+    assert (finding.title, finding.where.rank) == ("Memory of the device: 71.00 GiB at most", 1)
+
+
+@pytest.mark.fires(LEDGER)
+def test_a_peak_alone_is_told_with_one_next_step(build: Make, findings_of: Findings):
+    def fill(writer: Any) -> None:
+        writer.scalars("memory_reserved", step=[1, 2], value=[60.0 * GIB, 66.0 * GIB], rank=0)
+        writer.scalars("memory_reserved", step=[1, 2], value=[60.0 * GIB, 72.0 * GIB], rank=1)
+        writer.record("events", {"kind": "oom", "step": 2, "capacity": 80 * GIB, "requested": GIB, "free": 0})
+
+    (finding,) = findings_of(LEDGER, build(fill))
+    assert finding.title == "Memory at the peak: 72.00 GiB, 90.0% of the device"
+    assert finding.summary == "At most 72.00 GiB were reserved; nothing tells what they are made of."
+    assert (finding.confidence, finding.where.step, finding.where.rank) == ("undetermined", 2, 1)
+    assert len(finding.next) == 1
+
+
+@pytest.mark.fires(LEDGER)
+def test_a_table_of_the_allocator_measures_no_term(build: Make, findings_of: Findings):
+    """What is unused is no part of the peak, and being given the cache back 45 times is no detail."""
+    table = {"allocated": 34 * GIB, "peak": 69 * GIB, "reserved": 74 * GIB, "fragmentation": GIB, "retries": 45}
+    (finding,) = findings_of(LEDGER, build(lambda writer: writer.record("memory", table)))
+    assert (finding.confidence, finding.cause) == ("undetermined", None)
+    assert "45 times" in finding.summary
+
+
+@pytest.mark.fires(LEDGER)
+def test_the_stacks_that_hold_most_are_named_by_the_jobs_own_lines(build: Make, findings_of: Findings):
+    library = {"name": "forward", "file": "/x/site-packages/torch/nn/modules/linear.py", "line": 125}
+    own = {"name": "forward", "file": "/work/job/model.py", "line": 77}
+
+    def fill(writer: Any) -> None:
+        writer.record("memory", {"allocated": 4 * GIB, "peak": 4 * GIB})
+        writer.record("allocations", {"action": "live", "size": GIB, "count": 1, "frames": None})
+        writer.record("allocations", {"action": "live", "size": 3 * GIB, "count": 12, "frames": [library, own]})
+
+    (finding,) = findings_of(LEDGER, build(fill))
+    assert finding.summary.endswith("Largest: 3.00 GiB from forward job/model.py:77 (12 blocks).")
+
+
 def test_odd_records_of_memory_raise_nothing(build: Make):
     def fill(writer: Any) -> None:
         writer.records("memory", [{}, {"phase": "x", "weights": 0}, {"step": 3, "peak": 0, "reserved": 2**62}])

@@ -157,7 +157,8 @@ def _ledger(history: History, live: Blocks, at: int, out: Run, rank: int) -> Non
             **parts,
             "allocated": allocated,
             "reserved": reserved or None,
-            "peak": int(history.allocated.max(initial=0)),
+            # At a failure the parts are those of the failure, of which an earlier peak says nothing.
+            "peak": allocated if at in history.failures else int(history.allocated.max(initial=0)),
             "fragmentation": max(0, reserved - allocated) if reserved else None,
             "largest_free_block": history.largest_free(at) if reserved else None,
             "t": seconds(history, at),

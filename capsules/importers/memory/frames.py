@@ -37,7 +37,11 @@ _COMMUNICATION: Final = re.compile(
     r"|param_and_grad_buffer|nn/parallel/distributed\.py$|c10d::|all_?gather|reduce_?scatter|all_?reduce|all_to_all"
 )
 _RECOMPUTE: Final = re.compile(r"utils/checkpoint\.py$|activation_checkpoint|tensor_parallel/random\.py$")
-_BACKWARD_CODE: Final = re.compile(r"torch::autograd::|AccumulateGrad|Backward\d*::apply|BackwardPass")
+#: The engine and the nodes of the graph; the rest of ``torch::autograd`` is what every operation of forward calls.
+_BACKWARD_CODE: Final = re.compile(
+    r"torch::autograd::(?:\w+::)?(?:Python)?(?:Engine|Node|PyNode|InputBuffer|GraphTask|CopySlices|CppNode)\b"
+    r"|AccumulateGrad|Backward\d*::apply|BackwardPass"
+)
 _PARAMETER: Final = re.compile(
     r"reset_parameters|from_pretrained|load_state_dict|_load_from_state|to_empty|init_weights|_initialize_weights"
     r"|_materialize|param_init_fn|build_model|load_model"

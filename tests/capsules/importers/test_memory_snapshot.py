@@ -356,6 +356,19 @@ class TestFilesOfOtherVersions:
         ([("zero_grad", "/x/torch/optim/optimizer.py", 1), ("train", "t.py", 2)], "unknown"),
         ([("linear", "/x/torch/nn/functional.py", 1), ("forward", "model.py", 2)], "activation"),
         ([("torch::autograd::Engine::evaluate_function(…)", "", 0)], "gradient"),
+        ([("torch::autograd::python::PythonEngine::thread_init(…)", "", 0)], "gradient"),
+        ([("torch::autograd::generated::MmBackward0::apply(…)", "", 0), ("torch::autograd::Node::operator()", "", 0)]
+        , "gradient"),
+        # what operations of a forward pass call where stacks of C++ are recorded, as they are by default
+        (
+            [
+                ("torch::autograd::VariableType::(anonymous namespace)::mm(…)", "", 0),
+                ("torch::autograd::THPVariable_mm(_object*, _object*, _object*)", "", 0),
+                ("forward", "/work/model.py", 7),
+            ],
+            "activation",
+        ),
+        ([("torch::autograd::THPVariable_add(_object*, _object*, _object*)", "", 0)], "unknown"),
         ([("_make_grads", "/x/torch/autograd/__init__.py", 1), ("backward", "/x/torch/_tensor.py", 2)], "gradient"),
         ([("forward", "model.py", 2), ("recompute_fn", "/x/torch/utils/checkpoint.py", 3), ("backward", "b.py", 1)],
          "activation"),
