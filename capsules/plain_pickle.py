@@ -29,7 +29,7 @@ from .errors import EvidenceError
 from .limits import MIB
 
 #: What reading takes, as a multiple of the file: measured 9 on dumps and snapshots.
-_GROWTH = 10
+GROWTH = 10
 #: Address space for reading one file: a multiple of it (small numbers in many lists take more than the measured), and
 #: a floor, since the allocator asks for its memory in large pieces.
 _MOST_GROWTH, _LEAST_ROOM = 40, 96 * MIB
@@ -82,9 +82,9 @@ def load_plain(data: bytes, where: str | os.PathLike[str] = "") -> Any:
     if data[:1] != b"\x80" or not b"\x02" <= data[1:2] <= b"\x05":
         raise EvidenceError("is no pickle of protocol 2 to 5", place)
     room = spare_memory() // 2
-    if _GROWTH * len(data) > room:
+    if GROWTH * len(data) > room:
         raise EvidenceError(
-            f"takes about {_GROWTH * len(data) / MIB:,.0f} MiB to read, and half of what is free is {room / MIB:,.0f}",
+            f"takes about {GROWTH * len(data) / MIB:,.0f} MiB to read, and half of what is free is {room / MIB:,.0f}",
             place,
             "read it on a machine with more memory",
         )

@@ -13,6 +13,7 @@ from typing import IO
 
 from ..errors import EvidenceError
 from ..limits import GIB, KIB, MIB
+from ..plain_pickle import spare_memory
 
 HEAD_BYTES = 64 * KIB
 #: A line longer than this is cut, and the cut is noted; no metric line of any producer comes near.
@@ -108,18 +109,29 @@ class Source:
         """The content in pieces of about ``size`` bytes. What cannot be read ends the iteration, with a note."""
         return self._pieces(size, quiet=False)
 
-    def read(self, limit: int) -> bytes:
+    def read(self, limit: int, growth: int = 0) -> bytes:
         """The whole content.
 
+        Args:
+            limit: bytes that are read of such a file.
+            growth: how many times its size decoding it takes; what needs more than half of the memory that is free is
+                refused, a small archive of much before it has filled that half.
+
         Raises:
-            EvidenceError: it is larger than ``limit`` bytes.
+            EvidenceError: it is larger than ``limit`` bytes, or than memory allows.
         """
+        where = str(self.path)
+        room = spare_memory() // 2 if growth else 0
         parts: list[bytes] = []
-        left = limit
+        size = 0
         for chunk in self.chunks():
-            left -= len(chunk)
-            if left < 0:
-                raise EvidenceError(f"is larger than the {limit:,} bytes that are read of such a file", str(self.path))
+            size += len(chunk)
+            if size > limit:
+                raise EvidenceError(f"is larger than the {limit:,} bytes that are read of such a file", where)
+            if growth and (taken := growth * max(size, 0 if self.compressed else self.size)) > room:
+                needed = f"takes {'more than' if self.compressed else 'about'} {taken / MIB:,.0f} MiB to read"
+                what = f"{needed}, and half of what is free is {room / MIB:,.0f}"
+                raise EvidenceError(what, where, "read it on a machine with more memory")
             parts.append(chunk)
         return b"".join(parts)
 

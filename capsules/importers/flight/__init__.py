@@ -13,9 +13,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...collector import collector_still
-from ...errors import EvidenceError
-from ...limits import GIB, MIB
-from ...plain_pickle import load_plain, looks_like_pickle, spare_memory, top_level_keys
+from ...limits import GIB
+from ...plain_pickle import GROWTH, load_plain, looks_like_pickle, top_level_keys
 from ..prefix import decode_prefix
 from ..run import Run
 from ..source import Source
@@ -74,11 +73,8 @@ def read(source: Source, out: Run) -> None:
 
 def _decoded(source: Source, where: str, out: Run) -> Any:
     if looks_like_pickle(source.head):
-        return load_plain(source.read(_LARGEST), where)
-    if _JSON_GROWTH * source.size > spare_memory() // 2:
-        needed = f"{_JSON_GROWTH * source.size / MIB:,.0f} MiB"
-        raise EvidenceError(f"takes about {needed} to read, more than half of what is free", where)
-    value, whole = decode_prefix(source.read(_LARGEST), where)
+        return load_plain(source.read(_LARGEST, GROWTH), where)
+    value, whole = decode_prefix(source.read(_LARGEST, _JSON_GROWTH), where)
     if not whole:
         out.note("the file is torn: what stands before the tear was read")
     return value

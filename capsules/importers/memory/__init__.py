@@ -17,7 +17,7 @@ from typing import Any, cast
 from ...allocator import History
 from ...errors import EvidenceError
 from ...limits import GIB
-from ...plain_pickle import integer, load_plain, looks_like_pickle, text, top_level_keys
+from ...plain_pickle import GROWTH, integer, load_plain, looks_like_pickle, text, top_level_keys
 from ..run import Run
 from ..source import Source
 from . import columns
@@ -69,7 +69,7 @@ def read(source: Source, out: Run) -> None:
         EvidenceError: the file is no pickle of plain data, is too large for the memory there is, or no snapshot.
     """
     where = str(source.path)
-    data: Any = load_plain(source.read(_MOST_BYTES), where)
+    data: Any = load_plain(source.read(_MOST_BYTES, GROWTH), where)
     collecting = gc.isenabled()
     gc.disable()  # millions of containers are alive, none of them garbage
     try:

@@ -1,18 +1,23 @@
 """Flight-recorder dumps become collectives and states of ranks, whichever of their many forms they come in."""
 
 import copy
+import gzip
 import json
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from llmconsole.capsules import Capsule
-from llmconsole.capsules.importers import import_job, recognise
+from llmconsole.capsules.errors import EvidenceError
+from llmconsole.capsules.importers import import_files, import_job, recognise, source
 from llmconsole.capsules.importers.flight import rank_in_name
 from llmconsole.capsules.importers.jobs import jobs
+from llmconsole.capsules.importers.source import Source
+from llmconsole.capsules.limits import MIB
 
 HERE = Path(__file__).parent / "fixtures" / "flight"
 REAL = Path(__file__).resolve().parents[4] / "shared" / "real" / "flight_recorder"
@@ -482,3 +487,28 @@ class TestOddContent:
         shutil.copy(HERE / "healthy-2/trace_rank_0", tmp_path / "trace_rank_0")
         done = import_job([tmp_path / "trace_rank_0"], tmp_path, attach=True)
         assert [each.kind for each in Capsule.open(done.path).files()] == ["trace"]
+
+
+@pytest.mark.parametrize("start", [b"\x80\x04}(\x8c\x09pg_config}\x8c\x07entries](", b'{"pg_config": {}, "entries": ['])
+def test_a_small_archive_of_a_huge_dump_is_refused_before_it_is_unpacked(
+    start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "spare_memory", lambda: 200 * MIB)
+    packed = tmp_path / "_dump_0.gz"
+    with gzip.open(packed, "wb", compresslevel=1) as file:
+        file.write(start)
+        for _ in range(64):
+            file.write(b"N" * MIB)
+    unpacked = 0
+    pieces = Source._pieces
+
+    def counted(self: Source, size: int, *, quiet: bool) -> Iterator[bytes]:
+        nonlocal unpacked
+        for piece in pieces(self, size, quiet=quiet):
+            unpacked += len(piece)
+            yield piece
+
+    monkeypatch.setattr(Source, "_pieces", counted)
+    with pytest.raises(EvidenceError, match=r"takes more than .* MiB to read, and half of what is free is 100"):
+        import_files([packed], tmp_path / "x.capsule", attach=False)
+    assert unpacked < 20 * MIB
