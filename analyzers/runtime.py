@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,17 +22,32 @@ SECONDARY: Final = frozenset(
         *("ProcessRaisedException", "SignalException", "BrokenPipeError", "RendezvousConnectionError"),
     )
 )
-#: Lines of the communication library that are shown beside an error.
-_MOST_LINES = 3
+_LAUNCHED: Final = SECONDARY - {"KeyboardInterrupt", "SystemExit"}
+#: How a launcher or a person ends a rank, in an exit, and how a scheduler says that it ends the job.
+_STOPPED: Final = re.compile(r"SIGTERM|SIGINT|SIGHUP|SIGUSR|exit code (?:-15|-2|143|130)\b")
+_CANCELLED: Final = re.compile(r"\bCANCELLED (?:AT|DUE)|DUE TO (?:TIME LIMIT|PREEMPTION)")
+#: Lines of a process's runtime, its watchdog or its launcher by which it ends without an exception.
+_LAST_WORDS: Final = re.compile(
+    r"\] Heartbeat monitor timed out|^Fatal Python error|^(?:Segmentation fault|Bus error)\b"
+    r"|^srun: error: .{1,300}: (?:Segmentation fault|Bus error|Killed|Aborted|Illegal instruction)"
+)
+#: Lines of the communication library that are shown beside an error, and ranks with their ends.
+_MOST_LINES, _MOST_EXITS = 3, 16
 
 
 @rule(
     "runtime/job-failed",
     stage="runtime",
     severity="warning",
-    needs=("records.events.type",),
+    needs=("records.events.type|records.events.level|records.ranks.exit",),
     explained_by=(
         "data/token-out-of-vocabulary",
+        "distributed/collective-mismatch",
+        "distributed/group-order",
+        "distributed/missing-rank",
+        "distributed/rank-conditional",
+        "distributed/rank-died-first",
+        "distributed/uneven-steps",
         "memory/capacity",
         "memory/fragmentation",
         "memory/other-process",
@@ -45,12 +61,14 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     """The job ended with an error that its log holds.
 
     What it checks:
-        Exceptions in an imported log after which no training step was reported, and a host that ran out of memory.
+        Exceptions in an imported log after which no training step was reported, a host that ran out of memory, and
+        where there is no exception: exit codes and signals in a launcher's summary, and lines by which a process ends.
     Why it matters:
         Whoever reads only the curves sees a run that was fine and stopped. The error is the first thing to read, and
         of many ranks' errors only the first one is the reason.
     How it decides:
-        The first error of its own, before those by which launchers repeat it, at or after the last reported step. What
+        The first error of its own, before those by which launchers repeat it, at or after the last reported step;
+        without one the first rank with an exit code of its own, which the launcher or a scheduler did not end. What
         an exception means is left open (undetermined), and so is what filled the memory of a host. A device that is
         out of memory is the business of the rules memory/*: this rule is quiet about it, and about what follows it.
     Looks like it but is not:
@@ -71,7 +89,12 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     ]
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
     first = min(own, key=lambda each: (_step(each) or 0, _time(each), _rank(each) or 0), default=None)
-    if first is None or is_device_failure(first):
+    if first is None:
+        ended = _silent_end(capsule, errors) or _last_words(capsule, last)
+        if ended is not None:
+            yield ended
+        return
+    if is_device_failure(first):
         return
     yield _host(first, len(own)) if is_host_failure(first) else _exception(capsule, first, len(own))
 
@@ -120,6 +143,50 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
     )
 
 
+def _silent_end(capsule: Capsule, errors: list[dict[str, Any]]) -> Finding | None:
+    """The first rank that ended by itself and printed no error, as its launcher says; None where there is none."""
+    exits = {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
+    said = {_rank(each) for each in errors if str(each.get("type") or "").rpartition(".")[2] not in _LAUNCHED}
+    own = {
+        rank: end
+        for rank, end in exits.items()
+        if end.get("kind") in ("exception", "signal") and rank not in said and not _STOPPED.search(_message(end))
+    }
+    stopped = any(_CANCELLED.search(_message(each)) for each in capsule.records("events") if each.get("kind") == "log")
+    if not own or stopped:
+        return None
+    earliest = min(map(_time, own.values()))
+    first = sorted(rank for rank, end in own.items() if _time(end) == earliest)
+    words, one = _message(own[first[0]]), len(first) == 1
+    who = f"Rank {first[0]}" if one else f"{len(first)} ranks at once, rank {first[0]} among them,"
+    others = f"; the launcher stopped {len(exits) - len(own)} others" if len(exits) > len(own) else ""
+    return Finding(
+        confidence="undetermined",
+        title=f"{f'Rank {first[0]}' if one else 'Ranks'} ended and printed no error",
+        summary=f"{who} ended first, with {words}, and the log holds no error of it{others}.",
+        where=Where(step=_last_step(capsule), rank=first[0] if one else None),
+        evidence=(
+            Evidence(name="ended by themselves", value=sorted(own), expected=[], note=words),
+            *(Evidence(name=f"rank {rank}", value=_message(exits[rank])) for rank in sorted(exits)[:_MOST_EXITS]),
+        ),
+        next=("that rank's own error stream (torchrun --redirects 3 --log-dir), and the kernel's log of its host",),
+    )
+
+
+def _last_words(capsule: Capsule, last: int | None) -> Finding | None:
+    """A process that ends with a line of its runtime, and no exception."""
+    lines = [each for each in capsule.records("events") if each.get("kind") == "log"]
+    if any(_CANCELLED.search(_message(each)) for each in lines):
+        return None
+    lines = [each for each in lines if last is None or _step(each) is None or _step(each) >= last]
+    first = next((each for each in lines if _LAST_WORDS.search(_message(each)) is not None), None)
+    return None if first is None else _exception(capsule, {**first, "type": "the process ended"}, 1)
+
+
+def _message(said: Mapping[str, Any]) -> str:
+    return str(said.get("message") or "")
+
+
 def _last_step(capsule: Capsule) -> int | None:
     """The last training step that any rank reported."""
     ends = [
@@ -137,8 +204,9 @@ def _step(event: Mapping[str, Any]) -> Any:
 
 
 def _rank(event: Mapping[str, Any]) -> int | None:
+    """The rank that an event is of; None where its log does not say which of several ranks printed it."""
     rank = event.get("rank")
-    return rank if isinstance(rank, int) else None
+    return rank if isinstance(rank, int) and event.get("told") is not False else None
 
 
 def _time(event: Mapping[str, Any]) -> float:

@@ -152,6 +152,8 @@ def _deaths(capsule: Capsule) -> list[Death]:
     for event in capsule.records("events"):
         kind, rank, step = event.get("kind"), event["rank"], event.get("step")
         message = str(event.get("message") or "")
+        if event.get("told") is False:
+            continue  # its log does not say which of several ranks it is of
         if kind == "oom":
             take(rank, "oom", message or "out of memory", event.get("t"), step, call_site(event))
         elif kind == "exception" and event.get("type") not in SECONDARY:

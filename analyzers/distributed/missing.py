@@ -46,6 +46,7 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         such a rank is the fault and not health. The first call that it lacks is named, collectives before sends; where
         call sites tell that it skipped one earlier among equal calls, that one. Undetermined where as many ranks lack
         the call as made it (two ranks), and where only ranks without evidence are left.
+        A watchdog of a single rank, where nothing tells of others, leaves it undetermined, too.
         Each rank is held by its oldest call alone, also by ranks that are in it behind an older one. Where most ranks
         wait in a call that all are in, nobody is missing.
         That the job stands still must be on record: a watchdog, a time-out that passed, a rank that died, dumps written
@@ -71,6 +72,8 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
     if found.missing:
         return
     yield from _of_barrier(capsule, found)
+    if found.calls.world == 1 and not found.all_inside:
+        yield from _alone(capsule, found)
     if found.all_inside is not None:
         yield _inside(capsule, found, found.all_inside)
     elif found.still is None and found.state.waits and not found.partings:
@@ -162,6 +165,28 @@ def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
             Evidence(name="waiting_ranks", value=list(wait.waiting), note=call),
         ),
         next=(f"find the dump, the log and the exit status of {who}: a process that was killed leaves no dump",),
+    )
+
+
+def _alone(capsule: Capsule, found: Diagnosis) -> Iterator[Finding]:
+    """The watchdog of one rank gave up, and of no other rank there is a word: often only its log is here."""
+    given_up = [each for each in found.calls.timeouts if each.get("op") not in (None, "monitored_barrier")]
+    if not given_up or any(isinstance(each.get("missing"), list) for each in found.calls.timeouts):
+        return
+    event = given_up[0]
+    rank, seq = event["rank"], event.get("seq")
+    call = f"{event['op']}{f' {seq:,}' if type(seq) is int else ''}"
+    yield Finding(
+        title=f"Rank {rank} waited in {call} until its watchdog gave up",
+        summary=f"Rank {rank} waited in {call} until its watchdog gave up; of no other rank there is evidence here, "
+        "so nothing tells which one did not come.",
+        confidence="undetermined",
+        where=Where(step=last_step(capsule, event), order=seq if type(seq) is int else None),
+        evidence=(
+            Evidence(name="waiting_ranks", value=[rank], note=call),
+            Evidence(name="timeout", value=event.get("timeout_s"), unit="s"),
+        ),
+        next=("the logs, or the flight-recorder dumps, of the other ranks (TORCH_FR_BUFFER_SIZE=2000)",),
     )
 
 

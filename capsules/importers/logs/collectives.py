@@ -47,6 +47,10 @@ _COMPLETED = re.compile(r"last completed (?:\w{1,10} )?work: (-?\d{1,18})")
 _SIGNAL_FROM = re.compile(r"due to a collective (?:timeout|exception)? ?from\s+rank (\d{1,9})")
 #: An error in the words of torch's C++ logger: ``[E ProcessGroupNCCL.cpp:1316]``, ``[F1206 18:44:12.7 ProcessGroup…``.
 _SEVERE = re.compile(r"\[[EF](?:\d{3,4} [\d:.]{8,20})? ProcessGroup\w*\.")
+#: A text that explains what a watchdog says, in quotation marks: help, documentation, advice.
+_QUOTED = re.compile(
+    r"(?:^|[\s(])['\"`‘“][^'\"`]{0,200}(?:Watchdog caught|detected by watchdog|Received a dump signal)"
+)
 _STACK = re.compile(r"Stack trace of the (?:failed|timed[- ]out) collective(?! not found)")
 _STACK_FRAME = re.compile(r"\s{0,8}#\d{1,3} (\S{1,200}) from (.{1,1000}):(\d{1,9})\s*$")
 _BARRIER = re.compile(r"\bRanks? ([\d, ]{1,4000}) failed to pass monitoredBarrier in (\d{1,15}) ?ms")
@@ -81,11 +85,13 @@ class Collectives:
                 self._stack.append({"name": frame[1], "file": frame[2], "line": int(frame[3])})
             return self._log.rank
         self._stack = None
+        if _QUOTED.search(line) is not None:
+            return None
         if _PRINT.search(line) is not None or _BARRIER.search(line) is not None or _GLOO.search(line) is not None:
             rank = self._speaker(line)[0]
             return rank if self._typed(rank, self._log.step, line, ()) else None
         rank, group = self._speaker(line)
-        if "WorkNCCL(" in line or _WORK.search(line) is not None:
+        if "Work" in line and _WORK.search(line) is not None:
             self._work(rank, line)
         elif (failed := _FAILED.search(line)) is not None:
             self._reached(rank, group, count(failed[1]), line)
@@ -113,6 +119,11 @@ class Collectives:
     def listing(self) -> bool:
         """Whether the stack of a collective is being listed, line by line."""
         return self._stack is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one rank spoke of a collective."""
+        return len({rank for rank, _ in (*self._open, *self._said)}) > 1
 
     def timed_out(self, rank: int) -> bool:
         """Whether the watchdog of a rank gave up on a collective."""

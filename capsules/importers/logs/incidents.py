@@ -28,6 +28,8 @@ _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|War
 _FRAME = re.compile(r'\s*File "([^"\n]{1,1000})", line (\d{1,9}), in (\S{1,200})')
 #: How a log record of torch's launcher and of glog begins.
 _RECORD = re.compile(r"[DIWEF]\d{4} \d\d:")
+#: A process as the kernel names it.
+_PROCESS = re.compile(r"\bpid[=: ]{1,2}'?(\d{1,18})\b")
 _NCCL_RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\]")
 _SIGNS = (
     "NCCL WARN",
@@ -47,10 +49,14 @@ _SIGNS = (
 )
 #: What Python prints above the traceback of an error that it goes on without.
 _IGNORED = ("Exception ignored in", "--- Logging error ---", "Error in atexit", "Exception in thread")
+#: What launchers raise in a process of their own.
+_LAUNCHERS = ("ChildFailedError", "SignalException", "CalledProcessError", "RendezvousConnectionError")
 #: Lines between a traceback's beginning and its error, of the same rank.
 _LONGEST = 2000
 #: Lines after an error that still belong to its message; signs of its text that are read, and frames that are kept.
 _MORE, _READ, _MOST_FRAMES = 4, 16_384, 24
+#: Events that wait for the end of a log.
+_MOST_UNCLAIMED = 1000
 
 
 class _Trace:
@@ -59,6 +65,7 @@ class _Trace:
     def __init__(self, indent: int, rank: int, step: int | None) -> None:
         self.indent, self.rank, self.step, self.lines = indent, rank, step, 0
         self.error: dict[str, Any] | None = None
+        self.anonymous = False
         self.text = ""
         self.frames: list[Frame] = []  # outermost first, as it is printed
         self.ignored = False
@@ -95,6 +102,7 @@ class Lines:
         b"allocate",
         b"Killed process",
         b" low on memory",
+        b"world_size=",  # an actor tells its rank
     )
 
     def __init__(self, log: Log) -> None:
@@ -105,6 +113,8 @@ class Lines:
         self._collectives = Collectives(log)
         self._launcher = Launcher(log)
         self._killed: list[dict[str, Any]] = []  # by the kernel, which knows processes and no ranks
+        self._unclaimed: list[dict[str, Any]] = []  # events of lines that nothing says the rank of
+        self._speakers: set[int] = set()
 
     @property
     def open(self) -> bool:
@@ -123,6 +133,7 @@ class Lines:
             in_summary, rank = launched is not None, self._log.rank if launched is None else launched
             indent = len(line) - len(line.lstrip()) if in_summary else at
             trace = self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
+            trace.anonymous = self._log.anonymous and not in_summary
             trace.ignored = self._log.rank in self._ignored
             self._ignored.discard(self._log.rank)
             return True
@@ -135,14 +146,21 @@ class Lines:
                 return True
         if self._launcher.take(line):
             return True
-        speaker = self._collectives.take(line)
+        speaker, unclaimed = self._collectives.take(line), False
         if speaker is None and any(sign in line for sign in _SIGNS):
             named = _NCCL_RANK.search(line)
             speaker = int(named[1] or named[2]) if named and not self._log.told else self._log.rank
+            unclaimed = self._log.anonymous and named is None
         if speaker is None:
             return False
-        fields: dict[str, Any] = {"level": _level(line), "logger": _logger(line), "message": line.strip()[:_LONGEST]}
-        self._log.event("log", rank=speaker, t=self._log.time(line), **fields)
+        event: dict[str, Any] = {"step": self._log.step, "t": self._log.time(line), "level": _level(line)}
+        event |= {"logger": _logger(line), "message": line.strip()[:_LONGEST]}
+        if unclaimed:
+            process = _PROCESS.search(line)
+            self._claim({"kind": "log", "pid": int(process[1]) if process else None, **event})
+            return True
+        self._speakers.add(speaker)
+        self._log.run.event("log", rank=speaker, **event)
         return True
 
     def close(self) -> None:
@@ -155,8 +173,32 @@ class Lines:
                 self._launcher.ran_out(rank)
             self._log.run.event("oom", rank=self._log.home if rank is None else rank, **entry)
         self._killed.clear()
+        self._settle()
         self._launcher.close(self._collectives.timed_out)
         self._collectives.close()
+
+    def _claim(self, event: dict[str, Any]) -> None:
+        """Keep an event until the end of the log, when it is known whether several ranks print into it."""
+        if len(self._unclaimed) >= _MOST_UNCLAIMED:
+            self._log.run.note("more errors without the rank that printed them than are kept")
+            return
+        self._unclaimed.append(event)
+
+    def _settle(self) -> None:
+        """Give what nothing says the rank of to the one rank that it can be of, or say that it is not told."""
+        several = len(self._speakers | set(self._launcher.ranks)) > 1 or self._collectives.several
+        failed = self._launcher.failed
+        for event in self._unclaimed:
+            rank, home = self._launcher.rank_of(event.get("pid")), self._log.home
+            killed = event.get("type") == "OOM killer"
+            launcher = str(event.get("type") or "").rpartition(".")[2] in _LAUNCHERS
+            if rank is None and event["kind"] != "log" and not (killed or launcher) and len(failed) == 1:
+                rank = failed[0]
+            told = False if several and rank is None and not launcher else None
+            if event["kind"] == "oom" and not killed and told is None:
+                self._launcher.ran_out(home if rank is None else rank)
+            self._log.run.event(rank=home if rank is None else rank, told=told, **event)
+        self._unclaimed.clear()
 
     def _traced(self, trace: _Trace, line: str) -> bool:
         """A line while a traceback is open; False where it belongs to something else."""
@@ -203,7 +245,12 @@ class Lines:
                 return
             frames = trace.frames[::-1]
             self._collectives.raised(trace.rank, trace.step, trace.text, frames)
-            self._log.run.event("exception", step=trace.step, rank=trace.rank, frames=frames or None, **trace.error)
+            event: dict[str, Any] = {"step": trace.step, "frames": frames or None, **trace.error}
+            if trace.anonymous:
+                self._claim({"kind": "exception", **event})
+                return
+            self._speakers.add(trace.rank)
+            self._log.run.event("exception", rank=trace.rank, **event)
 
     def _oom(self, line: str, memory: dict[str, Any], trace: _Trace | None, kind: str) -> bool:
         rank = self._log.rank if trace is None else trace.rank
@@ -215,10 +262,15 @@ class Lines:
             if self._new(rank, "oom", entry["message"]) and len(self._killed) < 1000:
                 self._killed.append({**entry, "step": self._log.step, "t": self._log.time(line)})
         elif self._new(rank, "oom", entry["message"]):
+            step = self._log.step if trace is None else trace.step
+            event: dict[str, Any] = {"step": step, "t": self._log.time(line), "frames": frames or None, **entry}
+            if self._log.anonymous if trace is None else trace.anonymous:
+                self._claim({"kind": "oom", **event})
+                return True
             if entry.get("type") != "OOM killer":
                 self._launcher.ran_out(rank)
-            step = self._log.step if trace is None else trace.step
-            self._log.event("oom", rank=rank, step=step, t=self._log.time(line), frames=frames or None, **entry)
+            self._speakers.add(rank)
+            self._log.run.event("oom", rank=rank, **event)
         return True
 
     def _new(self, rank: int, kind: str, message: str) -> bool:

@@ -40,6 +40,16 @@ class Launcher:
         """The rank that a process was, where the summary names both."""
         return None if process is None else self._ranks.get(process)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the summary speaks of."""
+        return tuple(self._exits)
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """The ranks that ended with a code of their own, as an exception does, and were not stopped by a signal."""
+        return tuple(rank for rank, said in self._exits.items() if 0 < (said.get("code") or 0) < 128)
+
     def take(self, line: str) -> bool:
         """Use one line of a summary."""
         found = _FIELD.match(line)

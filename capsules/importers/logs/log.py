@@ -16,8 +16,18 @@ NUMBER = r"[-+]?(?:\d[\d,_]{0,40}\.?\d{0,40}(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\
 
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 #: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), srun -l (``3: ``), mpirun (``[1,3]<stdout>:``).
-_WHO = re.compile(r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}): ) ?")
+_WHO = re.compile(r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}):(?= )) ?")
 _NUMBERED = re.compile(r"^(\d{1,9}): ", re.MULTILINE)
+#: What a cluster puts before all that: a container's runtime its time, stream and tag, kubectl a time or a pod, Ray an
+#: actor with its process.
+_WRAPPED = re.compile(
+    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(?:Z|[+-]\d\d:\d\d) )(?:std(?:out|err) [FP] )?|\[pod/[\w./-]{1,300}\] "
+    r"|(\((?:[A-Za-z_][\w.()]{0,100} )?pid=\d{1,9}(?:, ip=[\w.:]{1,60})?\)) "
+)
+#: What an actor says of its own rank, as Ray Train and torch print it.
+_OWN_RANK = re.compile(r"\[rank=(\d{1,6}), world_size=|\[(?:PG .{1,80}? )?Rank (\d{1,6})\]")
+#: Actors of one log that are told apart.
+_MOST_ACTORS = 10_000
 #: glog's and Python's own: ``[E1206 18:44:12.715298746 …``, ``[rank1]:[E626 06:24:44.9…``: month and day, no year.
 _SHORT_TIME = re.compile(r"(?:^|[\[\s:])[DIWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
 #: What names a rank of the whole job; other prefixes may count the processes of one machine.
@@ -68,6 +78,7 @@ class Log:
         numbered: whether ``12: `` before a line is its number, as grep -n writes it, and no rank.
         leader: the program whose lines report training steps; empty before the first.
         told: whether the line, or the file's name, says surely which rank of the job prints.
+        anonymous: whether nothing at all says who prints: in the log of several ranks it may be any.
         modified: Unix seconds of the file's last modification: what tells the year where lines tell none.
     """
 
@@ -78,9 +89,11 @@ class Log:
         self.step: int | None = None
         self.leader = ""
         self.numbered = False
-        self.told = self.named = False
+        self.told = self.named = self.anonymous = False
         self.modified = 0.0
         self._day, self._midnight = ("", "", ""), 0
+        self._stamp = ""
+        self._actors: dict[str, int] = {}
 
     def scalar(
         self, name: str, step: int, value: float, time: float | None = None, unit: str = "", side: str | None = None
@@ -101,8 +114,10 @@ class Log:
     def time(self, line: str) -> float | None:
         """Unix seconds of the time stamp near the beginning of a line. Logs name no time zone: read as UTC."""
         found = _TIME.search(line, 0, 120)
-        if found is None:
-            return self._short_time(line)
+        if found is None and (short := self._short_time(line)) is not None:
+            return short
+        if found is None and (found := _TIME.match(self._stamp)) is None:
+            return None
         year, month, day, hour, minute, second, fraction = found.groups()
         if (year, month, day) != self._day:
             try:
@@ -131,14 +146,27 @@ class Log:
 
     def owner(self, line: str) -> str:
         """Take the prefix off that says which rank printed the line, and remember the rank."""
-        self.rank = self.home
-        self.told = self.named
+        self.rank, self.told, self._stamp = self.home, self.named, ""
+        said = self.named
+        if line[:1] in "2[(" and (wrapped := _WRAPPED.match(line)) is not None:
+            line, self._stamp = line[wrapped.end() :], wrapped[1] or ""
+            if wrapped[2]:
+                said = self._acted(wrapped[2], line) or said
         while (found := _WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
                 self.rank = int(found[1] or found[2] or found[3])
-                self.told = line.startswith(_GLOBAL)
+                self.told, said = line.startswith(_GLOBAL), True
             line = line[found.end() :]
+        self.anonymous = not said
         return line
+
+    def _acted(self, actor: str, line: str) -> bool:
+        """Take the rank of an actor that has told it once; whether it has."""
+        if (found := _OWN_RANK.search(line)) is not None and len(self._actors) < _MOST_ACTORS:
+            self._actors.setdefault(actor, int(found[1] or found[2]))
+        if actor in self._actors:
+            self.rank, self.told = self._actors[actor], True
+        return actor in self._actors
 
 
 def line_numbers(head: str) -> bool:

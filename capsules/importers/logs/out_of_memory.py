@@ -23,6 +23,10 @@ _DEVICE = re.compile(
 )
 #: Without a number it must be an error: programs warn of running out of memory, and advise against it.
 _PLAIN = re.compile(r"Error: (?:CUDA|HIP|XPU|NPU) (?:error: )?out of memory|(?:CUDA|HIP) error: out of memory")
+#: A text that explains such an error, in quotation marks and without the numbers that each real one has.
+_QUOTED = re.compile(
+    r"(?:^|\s)['\"`‘“](?:\w{1,40}Error: )?\w{2,12} out of memory\. Tried to allocate [\d.]+ \w{1,5}\.?['\"`’”]"
+)
 _NCCL = re.compile(r"NCCL WARN .{0,80}[Ff]ailure.{0,20}out of memory")
 _XLA = re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) (\d{1,18}) bytes")
 _TOTAL = re.compile(r"(?:GPU|XPU|NPU|Device) ?(\d{1,6}) has a total capac[it]+y of ([\d.]+) " + _UNIT)
@@ -75,7 +79,7 @@ def parsed(text: str) -> dict[str, Any] | None:
 
     ``where`` is ``host`` where it is the machine's memory that ran out, not a device's.
     """
-    if SIGN.search(text) is None:
+    if SIGN.search(text) is None or _QUOTED.search(text) is not None:
         return None
     if (device := _DEVICE.search(text)) is not None:
         return _of_device(text, size(device[1], device[2]))
