@@ -60,7 +60,8 @@ def duplicate_batch(capsule: Capsule) -> Iterator[Finding]:
     Looks like it but is not:
         A further epoch; the steps after a checkpoint run once more with the same batches; a run that overfits one batch
         on purpose and says so; several optimisation passes over one set of rollouts; batches of one sample drawn with
-        replacement; the same batch on other ranks (distributed/duplicate-data).
+        replacement; a step that raised, was caught, and is tried again with its batch; the same batch on other ranks
+        (distributed/duplicate-data).
 
     What to try next:
         Log the loader's position and the ids of the samples; look how the iterator is made, and what is saved with a
@@ -103,8 +104,11 @@ def _sequences(capsule: Capsule) -> dict[int, list[Seen]]:
             digests[rank, int(step)].append(str(record["sha256"]))
     found: dict[int, list[Seen]] = defaultdict(list)
     resumed: Counter[int] = Counter()
+    untrained = _untrained(capsule)
     for event in capsule.records("events"):
         rank, step = int(event.get("rank") or 0), event.get("step")
+        if (rank, step) in untrained:
+            continue
         if event.get("kind") == "checkpoint_loaded":
             resumed[rank] += 1
         if event.get("kind") != "step_begin" or step is None:
@@ -134,6 +138,14 @@ def _sequences(capsule: Capsule) -> dict[int, list[Seen]]:
         seen = Seen(batch.step, batch.micro, joined, _whole(epochs.get(batch.step)), None, 0, len(rows.ids))
         found[batch.rank or 0].append(seen)
     return dict(found)
+
+
+def _untrained(capsule: Capsule) -> set[tuple[int, int | None]]:
+    """(rank, step) of steps that raised before the optimizer: their batches were not trained on, and may be retried."""
+    places: dict[str, set[tuple[int, int | None]]] = defaultdict(set)
+    for event in capsule.records("events"):
+        places[str(event.get("kind"))].add((int(event.get("rank") or 0), event.get("step")))
+    return (places["exception"] | places["oom"]) - places["optimizer_step"] - places["optimizer_step_skipped"]
 
 
 def _whole(epoch: Any) -> float | None:

@@ -132,6 +132,7 @@ def test_without_events_the_captured_batches_are_compared(build, findings_of):
         "ranks",
         "short epoch",
         "restored",
+        "tried again",
     ],
 )
 def test_lawful_repetitions_are_quiet(build, findings_of, why):
@@ -161,6 +162,10 @@ def test_lawful_repetitions_are_quiet(build, findings_of, why):
         events = [begins([0, 1, 2, 3, 0, 1, 2, 3, 9, 10])]
     elif why == "restored":
         events = [at(range(0, 48, 8)), [{"kind": "checkpoint_loaded", "step": 6}], at(range(48, 96, 8), first=6)]
+    elif why == "tried again":  # step 3 raised before the optimizer, was caught, and its batch came at step 4
+        stepped = [{"kind": "optimizer_step", "step": step} for step in range(12) if step != 3]
+        raised = [{"kind": "exception", "step": 3, "type": "OSError", "message": "stale handle"}]
+        events = [begins([0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10]), stepped, raised]
     assert not findings_of(REPEAT, run(build, *events, manifest=manifest))
 
 
