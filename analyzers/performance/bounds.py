@@ -38,13 +38,14 @@ def input_bound(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         The device idles during data loading for 15 % of the judged steps' time or more, and for 8 % of the median step.
+        Of a torn trace the steps are judged whose launches and device work are both there.
         The slowest rank is named: in a synchronous job the others wait for it in their collectives. Steps at the
         beginning that take twice as long as those after them are warm-up and left out.
 
     Looks like it but is not:
         Loading that the device does not notice, because it is still computing the step before; one long wait, where an
-        epoch begins and workers start; loading in another thread; the first batch. Traces of a CPU alone and traces
-        without steps are not judged.
+        epoch begins and workers start; loading in another thread; the first batch. Traces of a CPU alone, traces
+        without steps, and steps of a torn trace that lack launches or their work are not judged.
 
     What to try next:
         The same steps with one batch kept and used again: if they are faster by what is shown, the loader is the cause.
@@ -76,7 +77,7 @@ def input_bound(capsule: Capsule) -> Iterator[Finding]:
                 value=round(worst.share("idle_data_ms"), 4),
                 expected=f"< {T.INPUT}",
                 unit="of the step",
-                note=f"median step {worst.input_median:.1%}",
+                note=f"median step {worst.medians['idle_data_ms']:.1%}",
             ),
             *_loading(capsule, worst),
             *worst.evidence(),
@@ -117,9 +118,10 @@ def communication_bound(capsule: Capsule) -> Iterator[Finding]:
         That time grows with the number of ranks, and more devices make the job no faster.
 
     How it decides:
-        25 % of the judged steps' time or more on the rank that spends least in it. Where one rank spends less than half
-        of what the median rank does, the others wait for it: that is a straggler and not reported here. Where only some
-        of the job's ranks left a trace, moving data and waiting for another rank cannot be told apart: undetermined.
+        25 % of the judged steps' time or more on the rank that spends least in it, and half of that in the median step.
+        Where one rank spends less than half of what the median rank does, the others wait for it: that is a straggler
+        and not reported here. Where only some of the job's ranks left a trace, moving data and waiting for another rank
+        cannot be told apart: undetermined.
 
     Looks like it but is not:
         Communication beside computation (hidden); waiting for one slow rank inside a collective; an evaluation or a
@@ -139,9 +141,10 @@ def communication_bound(capsule: Capsule) -> Iterator[Finding]:
     if not known:
         return
     least = min(known, key=lambda rank: known[rank])
+    lasting = "communication" in found[least].bottlenecks
     middle = float(np.median(list(known.values())))
     waiting = len(known) > 1 and known[least] < T.WAITING * middle
-    if waiting or known[least] < T.COMMUNICATION:
+    if waiting or not lasting:
         return
     each, world = found[least], world_size(capsule)
     alone = world is None or world > len(known)
@@ -204,8 +207,9 @@ def launch_bound(capsule: Capsule) -> Iterator[Finding]:
         A kernel of a few microseconds ends before the host has launched the next one. A faster device changes nothing.
 
     How it decides:
-        30 % of the judged steps' time or more is in such gaps, there are 100 kernels a step or more, and they take
-        25 µs or less in the mean. A trace with Python's stacks is not judged: recording them slows the host itself.
+        30 % of the judged steps' time or more is in such gaps, half of that in the median step; there are 100 kernels a
+        step or more, and they take 25 µs or less in the mean. A trace with Python's stacks is not judged: recording
+        them slows the host itself.
 
     Looks like it but is not:
         Waiting for data (input-bound); one long gap, in which the host synchronises, writes or compiles (gpu-idle);
@@ -282,7 +286,11 @@ def compute_bound(capsule: Capsule) -> Iterator[Finding]:
     if "compute" not in least.bottlenecks:
         return
     name = next(iter(least.top), "")
-    longest = f" Longest: {name[: T.SIGNS]}, {least.top[name][0] / least.window:.0%}." if name else ""
+    spent = least.top[name][0] / len(least.steps) if name else 0.0
+    longest = f" Longest: {name[: T.SIGNS]}, {spent:.3g} ms a step of {least.window / len(least.steps):.3g} ms."
+    longest = (
+        "" if not name else longest if spent <= least.window / len(least.steps) else f"{longest[:-1]} (streams added)."
+    )
     yield Finding(
         title="The device computes nearly all the time",
         summary=f"{least.share('compute_ms'):.0%} of the time of {least.where_from()} is computation.{longest}",

@@ -41,10 +41,11 @@ def gpu_idle(capsule: Capsule) -> Iterator[Finding]:
         Half of the device is paid for and not used.
 
     How it decides:
-        A trace: the device has nothing to do for 50 % of the judged steps, though it neither waits for data nor for
-        launches. A monitor: the utilisation is below 50 % in the mean over 60 s or more, after the idle beginning and
-        end are cut off; a device that was never used is not the job's. Where it swings between below 20 % and above
-        80 %, that is said: something else takes turns with the computation. What that is stays open (undetermined).
+        A trace: the device has nothing to do for 50 % of the judged steps' time and for 25 % of the median step, though
+        it neither waits for data nor for launches. A monitor: the utilisation is below 50 % in the mean over 60 s or
+        more, after the idle beginning and end are cut off; a device that was never used is not the job's. Where it
+        swings between below 20 % and above 80 %, that is said: something else takes turns with the computation. What
+        that is stays open (undetermined).
 
     Looks like it but is not:
         Start-up, evaluation between steps, a job that has ended; the profiler's own time; waiting in a collective,

@@ -7,6 +7,10 @@ from typing import Final
 #: Windows that are judged: a first one so many times as long as the median of the others is warm-up, and a profiler
 #: that itself took this share of a window measured itself.
 WARM_UP, OVERHEAD = 2.0, 0.1
+#: Share of a step's launches without device work, or of its work without a launch, in a torn trace: it is not judged.
+LOST: Final = 0.02
+#: Of its share of all the time a cause takes this much in the median step: one long step (an evaluation) is none.
+TYPICAL: Final = 0.5
 #: Number of a step from which on it says something alone.
 SETTLED: Final = 2
 #: performance/input-bound: share of the time in which the device idles while data is loaded, over all steps and in the

@@ -34,7 +34,7 @@ class Traced:
         steps: numbers of the judged steps, ascending.
         left_out: how many steps were warm-up, or measured the profiler.
         window: their length; the sum of compute, communication (what no computation hides), copy and idle.
-        input_median: share of the median step in which the device idles while data is loaded.
+        medians: part → its share of the median step: what one long step alone shows bounds none.
         kernels: how many ran; 0 where the trace does not say.
         stacks: the profiler recorded Python's stacks, which slows the host.
         loader: what the trace calls the wait for data.
@@ -46,7 +46,7 @@ class Traced:
     left_out: int
     window: float
     parts: Mapping[str, float]
-    input_median: float
+    medians: Mapping[str, float]
     kernels: int
     stacks: bool
     loader: str
@@ -66,19 +66,23 @@ class Traced:
     def bottlenecks(self) -> tuple[Bottleneck, ...]:
         """What this rank alone shows, what comes first in a step first."""
         found: list[Bottleneck] = []
-        if self.share("idle_data_ms") >= T.INPUT and self.input_median >= T.INPUT_MEDIAN:
+        if self.share("idle_data_ms") >= T.INPUT and self.medians["idle_data_ms"] >= T.INPUT_MEDIAN:
             found.append("input")
-        if self.share("communication_ms") >= T.COMMUNICATION:
+        if self._takes("communication_ms", T.COMMUNICATION):
             found.append("communication")
-        gaps = self.share("idle_gaps_ms")
+        gaps = self.share("idle_gaps_ms") if self._takes("idle_gaps_ms", T.GAPS) else 0.0
         many = self.kernels >= T.GAP_KERNELS * len(self.steps)
         if gaps >= T.GAPS and many and self.kernel_us <= T.SHORT_KERNEL and "input" not in found:
             found.append("launch")
-        if self.share("idle_ms") >= T.IDLE and not {"input", "launch"} & set(found):
+        if self._takes("idle_ms", T.IDLE) and not {"input", "launch"} & set(found):
             found.append("idle")
         if self.share("compute_ms") >= T.COMPUTE:
             found.append("compute")
         return tuple(found)
+
+    def _takes(self, part: str, share: float) -> bool:
+        """Whether a part takes such a share of the time, and no long step alone makes it so."""
+        return self.share(part) >= share and self.medians[part] >= T.TYPICAL * share
 
     def evidence(self) -> tuple[Evidence, ...]:
         """Where the time goes, part by part."""
@@ -105,13 +109,15 @@ def traced(capsule: Capsule) -> dict[int, Traced]:
         NotJudged: the traces mark no steps, or only such as measure the profiler.
     """
     rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    unmarked = overhead = False
+    unmarked = overhead = torn = False
     for record in capsule.records("profile"):
         window, compute = _ms(record.get("window_ms")), _ms(record.get("compute_ms"))
         if not window > 0 or not math.isfinite(compute) or not _device(record):
             continue
         if not isinstance(record.get("step"), int):
             unmarked = True
+        elif _ms(record.get("lost")) > T.LOST:
+            torn = True
         elif _ms(record.get("overhead_ms")) > T.OVERHEAD * window:
             overhead = True
         else:
@@ -122,6 +128,8 @@ def traced(capsule: Capsule) -> dict[int, Traced]:
         return settled
     if found:
         raise NotJudged("a trace of later steps: the first one of a job is warm-up")
+    if torn:
+        raise NotJudged("a whole trace: of this one the device's work or its launches are torn off")
     if overhead:
         raise NotJudged("a trace in which the profiler itself takes little time (fewer recorded details, later steps)")
     if unmarked:
@@ -158,7 +166,7 @@ def kind(capsule: Capsule) -> Kind | None:
 def hottest(rank: Traced) -> Iterator[Evidence]:
     """The operations that take most of the time."""
     for name, (spent, calls) in list(rank.top.items())[: T.SHOWN]:
-        note = f"{calls:,} calls, {spent / rank.window:.1%} of the time"
+        note = f"{calls:,} calls, {spent / len(rank.steps):.3g} ms a step"
         yield Evidence(name=f"{name[: T.SIGNS]}", value=round(spent, 3), unit="ms", note=note)
 
 
@@ -171,7 +179,9 @@ def _added(rank: int, records: list[dict[str, Any]]) -> Traced:
     records = sorted({each["step"]: each for each in records}.values(), key=lambda each: each["step"])
     kept = _warm(records)
     parts = {name: _sum([_part(each, name) for each in kept]) for name in _PARTS}
-    shares = [_part(each, "idle_data_ms") / float(each["window_ms"]) for each in kept]
+    medians = {
+        name: float(np.median([_part(each, name) / float(each["window_ms"]) for each in kept])) for name in _PARTS
+    }
     top: dict[str, tuple[float, int]] = {}
     for record in kept:
         for each in record.get("top") or ():
@@ -185,7 +195,7 @@ def _added(rank: int, records: list[dict[str, Any]]) -> Traced:
         left_out=len(records) - len(kept),
         window=math.fsum(float(each["window_ms"]) for each in kept),
         parts={name: value for name, value in parts.items() if math.isfinite(value)},
-        input_median=float(np.median(shares)),
+        medians=medians,
         kernels=sum(int(each.get("kernels") or 0) for each in kept),
         stacks=any(isinstance(each, dict) and each.get("with_stack") is True for each in profilers),
         loader=next((str(each["loader"]) for each in kept if each.get("loader")), ""),

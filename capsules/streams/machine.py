@@ -193,6 +193,8 @@ class Profile(Record):
     idle_sync_ms: float | None = None
     idle_gaps_ms: float | None = None
     overhead_ms: float | None = None
+    # of a torn trace: share of the launches without device work, or of that work without its launch
+    lost: float | None = None
     kernels: Count | None = None
     devices: Count | None = None
     profiler: dict[str, bool] | None = None

@@ -230,7 +230,9 @@ class TestIdle:
     def test_a_monitor_that_sees_a_saw_tooth(self, build, findings_of):
         (finding,) = findings_of("performance/gpu-idle", self.monitored(build, [0.0] * 20 + [1.0, 0.0, 0.05, 0.0] * 12))
         assert "by turns" in finding.title
-        assert finding.evidence[0].value == pytest.approx((12 + 11 * 0.05) / 45, abs=1e-4)  # cut to the first and last use
+        assert finding.evidence[0].value == pytest.approx(
+            (12 + 11 * 0.05) / 45, abs=1e-4
+        )  # cut to the first and last use
 
     @pytest.mark.quiet("performance/gpu-idle")
     def test_a_busy_device_with_an_idle_beginning_and_end(self, build, findings_of):
@@ -254,7 +256,7 @@ class TestComputation:
             trace.kernel(10.0 * step + 6.2, 3, "flash_fwd_kernel")
         (finding,) = judge(trace).findings
         assert (finding.rule, finding.severity, finding.kind) == ("performance/compute-bound", "info", "hygiene")
-        assert "gemm, 60%" in finding.summary
+        assert "gemm, 6 ms a step of 10 ms" in finding.summary
 
     @pytest.mark.quiet("performance/compute-bound")
     @pytest.mark.fires("performance/no-bottleneck")
@@ -348,3 +350,59 @@ def test_the_other_real_traces_raise_no_false_alarm(judge: Judge):
     sampled = judge(REAL / "hta" / "sampled_rank-0.json.gz")
     assert {each.confidence for each in sampled.findings} == {"undetermined"}
     assert all("ranks with a trace" in {one.name for one in each.evidence} for each in sampled.findings)
+
+
+class TestOddSteps:
+    """What a few steps, or a part of a trace, would make believe."""
+
+    @pytest.mark.quiet("performance/gpu-idle")
+    @pytest.mark.parametrize("what", ["evaluate", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"])
+    def test_one_long_step_makes_no_idle_device(self, judge: Judge, what: str):
+        """Nine steps of 10 ms compute 9 ms; one waits 120 ms: 60 % of the time is idle, of the median step 10 %."""
+        trace, at = KinetoTrace(), 0.0
+        for step in range(10):
+            length = 130.0 if step == 5 else 10.0
+            trace.step(10 + step, at, length).kernel(at + 0.1, 9)
+            if step == 5:
+                trace.add("user_annotation", what, at + 9.5, 120)
+            at += length
+        assert said(judge(trace)) == ["no-bottleneck"]
+
+    @pytest.mark.quiet("performance/communication-bound")
+    def test_one_slow_collective_bounds_no_job(self, judge: Judge):
+        trace, at = KinetoTrace(), 0.0
+        for step in range(10):
+            wait = 90.0 if step == 5 else 0.1
+            trace.step(10 + step, at, 9.5 + wait).kernel(at + 0.1, 9).kernel(at + 9.2, wait, NCCL)
+            at += 9.5 + wait
+        assert said(judge(trace)) == ["no-bottleneck"]
+
+    def test_a_torn_trace_whose_device_work_is_lost_is_not_called_idle(self, judge: Judge, tmp_path: Path):
+        """Profilers write the host's events first: what is torn off is the device's."""
+        trace = drawn(steps=6, data=0.0, compute=9)
+        trace.events.sort(key=lambda each: each["cat"] == "kernel")
+        whole = trace.text()
+        torn = tmp_path / "torn.pt.trace.json"
+        torn.write_text(whole[: whole.index('"kernel"') + 1500])
+        report = judge(torn)
+        assert said(report) == ["compute-bound"]
+        assert report.findings[0].where.step == 10
+        torn.write_text(whole[: whole.index('"kernel"')])
+        assert said(judge(torn)) == []
+
+    def test_streams_side_by_side_are_no_more_than_the_whole_time(self, judge: Judge):
+        trace = KinetoTrace()
+        for step in range(4):
+            trace.step(10 + step, 10.0 * step, 10)
+            for _ in range(2):
+                trace.kernel(10.0 * step + 0.1, 9)
+        (finding,) = judge(trace).findings
+        assert finding.evidence[0].value == pytest.approx(0.9)
+        assert "gemm, 18 ms a step of 10 ms (streams added)." in finding.summary
+
+    def test_a_second_trace_in_the_file_is_left_out_and_said(self, judge: Judge, tmp_path: Path):
+        both = tmp_path / "both.pt.trace.json"
+        both.write_text(drawn(data=4, compute=5).text() + drawn(first=40).text())
+        assert said(judge(both)) == ["input-bound"]
+        capsule = Capsule.open(import_files([both], tmp_path / "again", attach=False))
+        assert any("another trace" in each for each in capsule.manifest.raw["imported"]["files"][0]["notes"])

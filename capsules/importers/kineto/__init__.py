@@ -97,7 +97,9 @@ def read(source: Source, out: Run) -> None:
     if timeline.stacks:
         profiler["with_stack"] = True
     records = [{**measured.record(each), "t": clock.unix(each.begin), "profiler": profiler} for each in windows]
-    for record in records:
+    for record, window in zip(records, windows, strict=True):
+        if trace.torn and (lost := measured.lost(window)) is not None:
+            record["lost"] = lost
         out.record("profile", record, rank)
     _summary(out, rank, records)
     _collectives(out, rank, timeline, clock)

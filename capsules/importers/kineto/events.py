@@ -79,10 +79,12 @@ class Trace:
 
     Attributes:
         header: what stands beside the events (``distributedInfo``, ``deviceProperties``, …); whole after ``pieces``.
+        torn: whether events are missing at the end.
     """
 
     def __init__(self, source: Source) -> None:
         self.header: dict[str, Any] = {}
+        self.torn = False
         self._source = source
 
     def pieces(self) -> Iterator[list[Event]]:
@@ -100,6 +102,7 @@ class Trace:
                 yield found
                 rest = rest[cut:].lstrip().removeprefix(b",")
             if len(rest) > _LOST:
+                self.torn = True
                 self._source.note("the trace has no end of an event where one is due; the rest was left out")
                 return
         yield from self._finish(rest, bare)
@@ -122,6 +125,7 @@ class Trace:
     def _finish(self, rest: bytes, bare: bool) -> Iterator[list[Event]]:
         """The last events, and what stands after the array."""
         if not rest.strip():
+            self.torn = True
             self._source.note("the trace is torn: it ends between two events")
             return
         for mended in (False, True):
@@ -130,6 +134,8 @@ class Trace:
                 closing = end.end() - 1
                 if (found := _decoded(rest[:closing])) is not None:
                     yield found
+                    if _ARRAY.search(rest, closing) is not None:
+                        self._source.note("another trace follows in the file; the first one was read")
                     if not bare:
                         self.header |= _members(b"{" + rest[closing + 1 :].lstrip().removeprefix(b","))
                     return
@@ -167,6 +173,7 @@ class Trace:
         if lost:
             self._source.note("events were left out: torn, or no JSON", lost)
         if last and not closed:
+            self.torn = True
             self._source.note("the trace is torn: its last events are missing")
         return events
 

@@ -111,6 +111,22 @@ class Measured:
         at = np.minimum(np.searchsorted(links, wanted), len(links) - 1)
         return np.where((links[at] == wanted) & (wanted > 0), called[at], self.start)
 
+    def lost(self, window: Window) -> float | None:
+        """Share of a window's launches whose device work is not in the trace, or of its work without its launch.
+
+        The larger one; None where nothing links them.
+        """
+        called, links = np.array(self._of.call_start), np.array(self._of.call_link)
+        work = np.array(self._of.link)
+        launches = np.array(self._of.call_launches, bool) & (links > 0)
+        if not launches.any() or not (work > 0).any():
+            return 1.0 if launches.any() or (work > 0).any() else None
+        asked = launches & (called >= window.begin) & (called < window.end)
+        done = (work > 0) & (self._kind != COPY) & (self.start >= window.begin) & (self.start < window.end)
+        shares = [float((~np.isin(links[asked], work)).mean())] if asked.any() else []
+        shares += [float((~np.isin(work[done], links)).mean())] if done.any() else []
+        return max(shares, default=1.0)
+
     def record(self, window: Window) -> dict[str, Any]:
         """The ``profile`` record of a window, times in milliseconds."""
         data = self._data(window)
