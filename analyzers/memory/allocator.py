@@ -101,7 +101,7 @@ def own_frame(history: History, stack: int) -> str:
 def place(frames: Sequence[tuple[str, str, int]]) -> str:
     """``function file:line`` of the innermost of frames (function, file, line) outside of libraries, else of all."""
     if not frames:
-        return "no stack was recorded"
+        return "an unrecorded stack"
     name, file, line = next((each for each in frames if not _LIBRARY.search(each[1])), frames[0])
     where = "/".join(file.split("/")[-2:]) + (f":{line}" if line else "")
     return " ".join(each for each in (name, where) if each)
@@ -163,11 +163,18 @@ def _calls_backward(name: str, file: str) -> bool:
 
 
 def _rhythm(history: History, places: Array, stack: Array, at: int) -> Array:
-    numbers, count = np.unique(stack, return_counts=True)
-    kept = np.bincount(history.live(at).stack, minlength=len(history.stacks))[numbers]
+    live = history.live(at)
+    key, held = stack, live.stack
+    if not stack.any():  # no stacks were recorded: sizes stand for them
+        key, held = history.size[places], live.size
+    numbers, count = np.unique(key, return_counts=True)
+    found, still = np.unique(held, return_counts=True)
+    kept = np.zeros(len(numbers), np.int64)
+    _, mine, theirs = np.intersect1d(numbers, found, return_indices=True)
+    kept[mine] = still[theirs]
     regular = np.flatnonzero((count >= GROWTH_STEPS) & (kept <= 0.2 * count) & (numbers > 0))
     for each in regular[np.argsort(count[regular], kind="stable")][:_MOST_STACKS].tolist():
-        marks = places[stack == numbers[each]]
+        marks = places[key == numbers[each]]
         early, late = np.searchsorted(places, [marks[0], marks[-1]]) / max(1, len(places))
         if early <= 0.5 and late >= 0.8:
             return marks
@@ -198,6 +205,11 @@ class Growth:
     steps: int
     known_by: str
     sure: bool
+
+    @property
+    def pace(self) -> float:
+        """Bytes with each step of growth."""
+        return self.a_step * self.typical
 
 
 def long_enough(history: History) -> bool:
@@ -236,7 +248,7 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
     for each in many[np.argsort(-count[many], kind="stable")][:_MOST_STACKS].tolist():
         mine = live.where(which == each)
         stack = int(mine.stack[0])
-        if passed.guessed and _keeps(history, stack):
+        if passed.guessed and (_keeps(history, stack) if stack > 0 else len(mine) < GUESSED_BLOCKS):
             continue
         same = every.where((every.stack == stack) & ((every.size == int(keys[each])) | (stack > 0)))
         grown = _steady(mine, same, passed, history.prologue)
@@ -260,7 +272,7 @@ def _growing(history: History, at: int) -> Iterator[Growth]:
 
 def _keeps(history: History, stack: int) -> bool:
     """Whether a stack makes what a job keeps on purpose, one after the other, and outside of its steps."""
-    if stack <= 0 or history.stacks.category_of(stack) not in ("unknown", "activation"):
+    if history.stacks.category_of(stack) not in ("unknown", "activation"):
         return True
     return any(_COLLECTS.search(name) or _CHECKPOINT.search(file) for name, file, _ in history.stacks.of(stack))
 
@@ -297,4 +309,14 @@ def _steady(mine: Blocks, same: Blocks, passed: Steps, prologue: int) -> int | N
     given_back = int(((same.born < begun) & (same.freed > begun) & (same.freed <= now)).sum())
     if given_back > (1 - NET_GROWTH) * len(fresh):
         return None
+    # A list that is cleared every so often held as much before: what is within that is no growth.
+    if _most_at_once(same.where(same.freed < begun)) >= len(mine):
+        return None
     return len(grown)
+
+
+def _most_at_once(blocks: Blocks) -> int:
+    """The largest number of blocks that were live at one time."""
+    change = np.concatenate([np.ones(len(blocks), np.int64), -np.ones(len(blocks), np.int64)])
+    order = np.argsort(np.concatenate([blocks.born, blocks.freed]), kind="stable")
+    return int(np.cumsum(change[order]).max(initial=0))

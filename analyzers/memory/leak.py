@@ -24,6 +24,7 @@ from .thresholds import (
     CURVE_RISE,
     FOLLOWS_LENGTHS,
     GROWTH_STEPS,
+    TINY_A_STEP,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
         Trace: a stack gets new blocks in at least 8 steps, evenly, to the end, and gives fewer than a fifth of them
         back; 3 steps will do where 48 blocks from before the trace stand for the others. Steps are known by the
         optimizer's stacks or the calls of backward (likely); where only the trace's rhythm shows them it is
-        undetermined, unless the stack is no part of a forward pass and holds 32 blocks.
+        undetermined, unless the stack is no part of a forward pass and holds 32 blocks. Below 4 KiB a step it is info.
         Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
         more than a quarter of it; it may fall back at the ends of epochs (likely).
     Looks like it but is not:
@@ -89,10 +90,14 @@ def _from_trace(history: History, rank: int, grown: tuple[Growth, ...], ranks: t
         f"{sum(each.count for each in grown):,} live blocks ({gib(total)}) of {stacks} came step after step "
         f"and were not given back; most from {own_frame(history, most.stack)}: {most.count:,} of {gib(most.typical)}."
     )
+    tiny = sum(each.pace for each in grown) <= TINY_A_STEP
     return Finding(
+        severity="info" if tiny else None,
         confidence="likely" if sure else "undetermined",
         title="Memory leaks step after step" if sure else "Blocks of one stack become more and more",
-        summary=words + (f" {len(ranks)} ranks do the same." if len(ranks) > 1 else ""),
+        summary=words
+        + (f" {len(ranks)} ranks do the same." if len(ranks) > 1 else "")
+        + (" So little a step fills no device." if tiny else ""),
         where=Where(rank=rank),
         evidence=tuple(line for each in grown[:_MOST_NAMED] for line in growth_evidence(history, each)),
         cause="what these lines make is kept beyond the step" if sure else None,

@@ -11,7 +11,15 @@ from ..registry import NotCaptured, rule
 from .allocator import Growth, alike, by_stack, growth, histories, last_event, long_enough, own_frame
 from .leak import growth_evidence, rising
 from .oom import gib
-from .thresholds import GROWTH_STEPS, LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, LOGGED_GROWTH, MANY_ALIKE
+from .thresholds import (
+    GROWTH_STEPS,
+    LOGGED_A_STEP,
+    LOGGED_ALIKE,
+    LOGGED_BYTES,
+    LOGGED_GROWTH,
+    MANY_ALIKE,
+    TINY_A_STEP,
+)
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -40,10 +48,10 @@ def logged_tensors(capsule: Capsule) -> Iterator[Finding]:
         A stack grows as memory/leak asks for, by at most 4 blocks a step of at most 16 MiB, 80 % of them of one size
         (likely where the steps are known, undetermined where they are guessed). Where the trace has fewer than 8 steps:
         100 live blocks or more of one size and one stack, that is no part of a forward pass (undetermined; likely
-        where a log says that allocated memory rises by half a block a step or more).
+        where a log says that allocated memory rises by half a block a step or more). Below 4 KiB a step it is info.
     Looks like it but is not:
         Parameters, the optimizer's state, and activations of many layers, which are alike as well, a window of the last
-        hundred losses, a cache that fills up.
+        hundred losses, a list that is cleared every so often, a cache that fills up.
     What to try next:
         Look at the named line, and at what its result is appended or added to.
     Fix:
@@ -70,6 +78,7 @@ def _is_logged(each: Growth) -> bool:
 
 def _growing(history: History, rank: int, each: Growth, ranks: int) -> Finding:
     place = own_frame(history, each.stack)
+    tiny = sum(one.pace for one in growth(history)) <= TINY_A_STEP
     return Finding(
         confidence="likely" if each.sure else "undetermined",
         title="Logged tensors are kept" if each.sure else "Small blocks of one line become more and more",
@@ -77,7 +86,9 @@ def _growing(history: History, rank: int, each: Growth, ranks: int) -> Finding:
             f"{each.count:,} live blocks of {gib(each.typical)} ({gib(each.size)} in all) come from {place}: "
             f"{each.a_step:.3g} a step over {each.steps:,} steps, and none is given back."
         )
-        + (f" {ranks} ranks do the same." if ranks > 1 else ""),
+        + (f" {ranks} ranks do the same." if ranks > 1 else "")
+        + (" So little a step fills no device." if tiny else ""),
+        severity="info" if tiny else None,
         where=Where(rank=rank),
         evidence=(
             *growth_evidence(history, each),

@@ -38,9 +38,13 @@ def mappings(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def gib(size: float | None) -> str:
-    """Bytes for people: GiB, and MiB below half of one."""
+    """Bytes for people: GiB, MiB below half of one, and smaller units for what is smaller."""
     if size is None or not math.isfinite(size):
         return "an unknown number of bytes"
+    if abs(size) < 1 << 10:
+        return f"{size:,.0f} B"
+    if abs(size) < 100 << 10:
+        return f"{size / 2**10:,.2f} KiB"
     if abs(size) < 1 << 29:
         return f"{size / 2**20:,.2f} MiB"
     return f"{size / 2**30:,.2f} GiB"

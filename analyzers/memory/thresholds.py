@@ -27,6 +27,8 @@ STILL_GROWING = 0.5
 NET_GROWTH = 0.8
 #: A logged tensor: bytes of one block, blocks a step, and the share of them that are of one size.
 LOGGED_BYTES, LOGGED_A_STEP, LOGGED_ALIKE = 16 << 20, 4, 0.8
+#: Bytes a step that no job notices: 0.4 GiB in a hundred thousand steps.
+TINY_A_STEP = 4 << 10
 #: Blocks of one size and stack that are more than most models have layers.
 MANY_ALIKE = 100
 #: Growth a step in a log, as a multiple of the block, from which both tell of one thing.
