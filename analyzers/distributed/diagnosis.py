@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from . import thresholds as T
+from .ahead import ahead
 from .alignment import Parting, partings, sisters, slip
+from .circle import Circle, in_circles, in_reverse
 from .collectives import UNKNOWN, Calls
-from .programs import Reversal, departures, reversals
+from .programs import departures, reversals
 from .reading import calls
 from .standstill import Standstill, last_exits, standstill
-from .waiting import Wait, Waiting, behind, waiting
+from .waiting import Wait, Waiting, behind, oldest_in_flight, waiting
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -41,19 +43,6 @@ class Missing:
     length: int
     slow: dict[int, tuple[int, int]]
     late: float = 0.0
-
-
-@dataclass(frozen=True)
-class Circle:
-    """Ranks that wait for each other: the first call that blocks each, as classes of ranks in one call.
-
-    ``deviating`` enter the calls in another order than most; empty where nothing decides.
-    """
-
-    ranks: tuple[int, ...]
-    classes: tuple[tuple[Wait, tuple[int, ...]], ...]
-    deviating: tuple[int, ...]
-    votes: int
 
 
 @dataclass(frozen=True)
@@ -92,9 +81,9 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
     held = [(each.ranks, each.others, each.decided != "none") for each in found if not each.ended]
     state = waiting(known, [*held, *((each.first, each.second, False) for each in reversed_)])
     missing = _missing(known, state)
-    circles = _in_reverse(known, reversed_)
+    circles = in_reverse(known, reversed_)
     turned = {rank for each in circles for rank in each.ranks}
-    circles += [each for each in _in_circles(known, state) if not turned & set(each.ranks)]
+    circles += [each for each in in_circles(known, state) if not turned & set(each.ranks)]
     # Programs over all groups are asked only where calls are in conflict and a single group cannot decide.
     open_ = [each for each in missing if each.ranks and (not each.decided or _minority(known, each))]
     gone: dict[int, Parting] = {}
@@ -119,6 +108,9 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
     left = [each for each in left if _departed(each, gone) is None]
     added = [each for each in left if each.decided and _minority(known, each)]
     missing = [each for each in left if each not in added]
+    exchanged = T.LONGEST_EXCHANGE if reversed_ else 0
+    if still is not None and not parted and (skips := ahead(known, oldest_in_flight(known), exchanged)):
+        missing, circles = [Missing(each, each.absent, True, each.row, 1, {}) for each in skips[:1]], []
     inside = None
     if still is not None and still.sure and not (missing or added or circles or parted):
         inside = _all_inside(known)
@@ -292,102 +284,3 @@ def _too_late(known: Calls, wait: Wait, exits: dict[int, dict[str, Any]]) -> Mis
     by = min(entered[rank] for rank in late) - first
     found = Wait(wait.group, wait.seq, others, late, (), rows[others[0]])
     return Missing(found, late, len(others) >= len(late), UNKNOWN, 0, {}, late=by)
-
-
-# -- circles
-
-
-def _in_circles(known: Calls, state: Waiting) -> list[Circle]:
-    found: list[Circle] = []
-    for ranks in state.circles:
-        blocked: dict[Wait, list[int]] = defaultdict(list)
-        for rank in ranks:
-            wait = _first_blocked(known, state, rank)
-            if wait is not None:
-                blocked[wait].append(rank)
-        classes = sorted(_alike(known, blocked).items(), key=lambda each: (-len(each[1]), each[1]))
-        if classes:
-            deviating, votes = _deviating(known, classes)
-            found.append(Circle(ranks, tuple((wait, tuple(own)) for wait, own in classes), deviating, votes))
-    return found
-
-
-def _in_reverse(known: Calls, reversed_: list[Reversal]) -> list[Circle]:
-    """Calls in flight that ranks entered in opposite orders: nobody is missing, and none can end."""
-    found: list[Circle] = []
-    seen: set[int] = set()
-    for each in reversed_:
-        ranks = (*each.first, *each.second)
-        if seen & set(ranks):
-            continue
-        seen |= set(ranks)
-        classes = [
-            (_held(known, each.one, each.first), [*each.first]),
-            (_held(known, each.other, each.second), [*each.second]),
-        ]
-        deviating, votes = _deviating(known, classes)
-        classes.sort(key=lambda each: (-len(each[1]), each[1]))
-        found.append(Circle(ranks, tuple((wait, tuple(own)) for wait, own in classes), deviating, votes))
-    return found
-
-
-def _held(known: Calls, row: int, ranks: tuple[int, ...]) -> Wait:
-    return Wait(int(known.table.group[row]), int(known.table.seq[row]), ranks, (), (), row)
-
-
-def _alike(known: Calls, blocked: dict[Wait, list[int]]) -> dict[Wait, list[int]]:
-    """Calls of one number in groups of one purpose are one class."""
-    found: dict[tuple[object, int], tuple[Wait, list[int]]] = {}
-    for wait, ranks in blocked.items():
-        description = known.groups[wait.group].description
-        key = (wait if wait.direct else description or wait.group, wait.seq)
-        found.setdefault(key, (wait, []))[1].extend(ranks)
-    return {wait: sorted(ranks) for wait, ranks in found.values()}
-
-
-def _first_blocked(known: Calls, state: Waiting, rank: int) -> Wait | None:
-    """The first call, in the rank's own order, in which it waits for somebody."""
-    mine = [each for each in state.waits if rank in each.waiting]
-
-    def order(wait: Wait) -> tuple[int, int]:
-        if wait.direct:
-            return int(known.direct.order[wait.row]), 0
-        row = known.at(wait.group, rank, wait.seq)
-        return (int(known.table.order[row]) if row is not None else 1 << 62), wait.seq
-
-    return min(mine, key=order, default=None)
-
-
-def _deviating(known: Calls, classes: list[tuple[Wait, list[int]]]) -> tuple[tuple[int, ...], int]:
-    """Who enters two groups in the odd order, by vote of all ranks that made both calls or their sisters."""
-    if len(classes) != 2 or any(wait.direct for wait, _ in classes):
-        return (), 0
-    (_, ranks_one), (_, ranks_other) = classes
-    votes: Counter[bool] = Counter()
-    for rank in sorted(known.spoke):
-        homes = [_homes(known, rank, wait) for wait, _ in classes]
-        if not all(homes):
-            continue
-        first, second = (_place(known, rank, wait, own) for (wait, _), own in zip(classes, homes, strict=True))
-        if first != second:
-            votes[first < second] += 1
-    total = sum(votes.values())
-    if total < T.DECIDING_RANKS or votes[True] == votes[False]:
-        return (), total
-    return tuple(ranks_other if votes[True] > votes[False] else ranks_one), total
-
-
-def _homes(known: Calls, rank: int, wait: Wait) -> list[int]:
-    """The group of a call and its sisters, of which a rank is a member."""
-    own = known.groups[wait.group]
-    return [
-        index
-        for index, group in enumerate(known.groups)
-        if rank in group.ranks and (index == wait.group or (bool(own.description) and sisters(own, group)))
-    ]
-
-
-def _place(known: Calls, rank: int, wait: Wait, homes: list[int]) -> float:
-    """Where in its own order a rank made the call of that number; infinity where it has not."""
-    rows = [row for index in homes if (row := known.at(index, rank, wait.seq)) is not None]
-    return min((float(known.table.order[row]) for row in rows), default=np.inf)

@@ -67,8 +67,11 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     hung = sorted(rank for rank, each in exits.items() if each.get("kind") == "hang")
     if (trigger is not None and trigger.kind == "hang") or hung:
         return Standstill("the recorder's watchdog saw no progress", sure=True)
+    age, limit = _age(calls, state)
+    in_time = T.IN_TIME * limit <= age <= limit + T.WRITTEN_WITHIN_S
+    written = f"the dumps were written {age:,.0f} s after it began, with a time-out of {limit:,.0f} s"
     if not state.waits and not conflict:
-        return None
+        return Standstill(written, sure=True) if in_time else None
     newest = _newest(capsule, calls, exits)
     if (overdue := _overdue(calls, state, newest, over=bool(exits))) is not None:
         return Standstill(overdue, sure=True)
@@ -82,15 +85,13 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
     }
     if gone := sorted(ended & {*state.culprits, *_absent(state)} - held):
         return Standstill(f"{named_ranks(gone)} ended while others were in a call", sure=True)
-    age, limit = _age(calls, state)
-    if T.IN_TIME * limit <= age <= limit + T.WRITTEN_WITHIN_S:
-        reason = f"the dumps were written {age:,.0f} s after it began, with a time-out of {limit:,.0f} s"
-        return Standstill(reason, sure=True)
+    if in_time:
+        return Standstill(written, sure=True)
     asked_for = trigger is not None and trigger.kind in _ON_DEMAND
     if calls.dumped and not asked_for and (conflict or not _runs(calls, state)):
         if 0 <= age < T.TOO_EARLY * limit:
-            if not conflict and _all_in_flight(calls, state):
-                return None  # hosts run ahead of their devices by whole steps
+            if not conflict and (age < T.CLOCK_S or _all_in_flight(calls, state)):
+                return None  # dumps of a moment, or hosts that run ahead of their devices by whole steps
             early = f"the dumps were written {age:,.3g} s after it began, long before a time-out of {limit:,.0f} s"
             return Standstill(early, sure=False, open=True)
         return Standstill("the dumps were written, as they are for a time-out", sure=False)
@@ -98,15 +99,19 @@ def standstill(capsule: Capsule, calls: Calls, state: Waiting, conflict: bool = 
 
 
 def _age(calls: Calls, state: Waiting) -> tuple[float, float]:
-    """Seconds from the first call in which somebody waits to the newest dump, and that call's time-out; NaN unknown."""
-    waits = [each for each in state.waits if each.row >= 0]
-    tables = [calls.direct if each.direct else calls.table for each in waits]
-    began = [float(table.created[each.row]) for each, table in zip(waits, tables, strict=True)]
+    """Seconds from the first call in which somebody waits to the newest dump, and that call's time-out; NaN unknown.
+
+    Where nobody waits for anybody, the first call in flight counts: all may be in one that does not end.
+    """
+    tables = [(calls.direct if each.direct else calls.table, each.row) for each in state.waits if each.row >= 0]
+    tables = tables if state.waits else [(calls.table, row) for row in np.flatnonzero(calls.table.pending).tolist()]
+    began = [float(table.created[row]) for table, row in tables]
     known = [at for at, moment in enumerate(began) if np.isfinite(moment)]
     if not known or not calls.written:
         return np.nan, T.NCCL_TIMEOUT_S
     first = min(known, key=lambda at: began[at])
-    limit = float(tables[first].timeout[waits[first].row])
+    table, row = tables[first]
+    limit = float(table.timeout[row])
     limit = limit if np.isfinite(limit) and limit > 0 else T.NCCL_TIMEOUT_S
     return max(calls.written.values()) - began[first], limit
 

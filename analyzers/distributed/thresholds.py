@@ -16,6 +16,8 @@ FEW = 2
 ROLES, MOST_CELLS = 256, 1 << 25
 #: Calls by which ranks may lie apart in dumps of a job that runs, each with its newest call in flight.
 APART = 3
+#: Calls of a group back to which is looked for what a rank does between two of them.
+ROUNDS = 16
 #: Seconds after which a call without a known time-out is overdue: NCCL's default, and Gloo's.
 NCCL_TIMEOUT_S, GLOO_TIMEOUT_S = 600.0, 1800.0
 #: Seconds of waiting, and multiple of the longest completed call of the group, that are a standstill when a job was

@@ -16,6 +16,9 @@ from .collectives import UNKNOWN, Calls
 from .graph import circles, ends
 from .signatures import ROOTED
 
+#: The oldest call in flight of each rank: whether it is a send or receive, and its row.
+Heads = dict[int, tuple[bool, int]]
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -83,7 +86,7 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
         waits.extend(_of_group(calls, group, from_start, edges, outdated))
     other_side = _other_sides(calls)
     waits.extend(_of_sends(calls, other_side, edges))
-    heads = _heads(calls)
+    heads = oldest_in_flight(calls)
     held = _held(calls, heads, other_side, from_start)
     for ranks, others, decided in conflicts:
         for rank in others:
@@ -106,7 +109,7 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
     return Waiting(tuple(waits), tuple(culprits), tuple(victims), tuple(turning), frozenset(outdated))
 
 
-def _heads(calls: Calls) -> dict[int, tuple[bool, int]]:
+def oldest_in_flight(calls: Calls) -> Heads:
     """The oldest call in flight of each rank: whether it is a send or receive, and its row."""
     found: dict[int, tuple[int, bool, int]] = {}
     for direct, table in ((False, calls.table), (True, calls.direct)):
@@ -118,9 +121,7 @@ def _heads(calls: Calls) -> dict[int, tuple[bool, int]]:
     return {rank: (direct, row) for rank, (_, direct, row) in found.items()}
 
 
-def _held(
-    calls: Calls, heads: dict[int, tuple[bool, int]], other_side: dict[int, int], from_start: frozenset[int]
-) -> dict[int, set[int]]:
+def _held(calls: Calls, heads: Heads, other_side: dict[int, int], from_start: frozenset[int]) -> dict[int, set[int]]:
     """By whom each rank is held in its oldest call: who has not entered it, and who is in it behind an older call."""
     return {
         rank: _not_posted(calls, heads, other_side, rank, row)
@@ -130,9 +131,7 @@ def _held(
     }
 
 
-def _not_posted(
-    calls: Calls, heads: dict[int, tuple[bool, int]], other_side: dict[int, int], rank: int, row: int
-) -> set[int]:
+def _not_posted(calls: Calls, heads: Heads, other_side: dict[int, int], rank: int, row: int) -> set[int]:
     """The other sides of a send or receive, and of its batch, that are not posted or lie behind older calls."""
     table = calls.direct
     parts = np.flatnonzero(
@@ -151,9 +150,7 @@ def _not_posted(
     return found - {rank, UNKNOWN}
 
 
-def _not_there(
-    calls: Calls, heads: dict[int, tuple[bool, int]], rank: int, row: int, from_start: frozenset[int]
-) -> set[int]:
+def _not_there(calls: Calls, heads: Heads, rank: int, row: int, from_start: frozenset[int]) -> set[int]:
     group, seq = int(calls.table.group[row]), int(calls.table.seq[row])
     found: set[int] = set()
     for other in calls.groups[group].ranks:
@@ -167,7 +164,7 @@ def _not_there(
     return found
 
 
-def _inside(calls: Calls, heads: dict[int, tuple[bool, int]], rank: int) -> bool:
+def _inside(calls: Calls, heads: Heads, rank: int) -> bool:
     """Whether the oldest call of a rank is the oldest one of all members, and none of them left it: it does not end."""
     if rank not in heads or heads[rank][0]:
         return False
@@ -241,7 +238,7 @@ def _of_group(
         yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
 
 
-def _of_silent(calls: Calls, heads: dict[int, tuple[bool, int]], edges: dict[int, set[int]]) -> list[Wait]:
+def _of_silent(calls: Calls, heads: Heads, edges: dict[int, set[int]]) -> list[Wait]:
     """Ranks whose oldest call lacks nobody but members without evidence: it is for these that they wait."""
     table = calls.table
     held: dict[tuple[int, int], list[int]] = defaultdict(list)
