@@ -16,6 +16,7 @@ from .traced import Traced, coverage, kind, traced
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
+    from ...capsules.tables import Series
 
 
 @rule(
@@ -43,9 +44,9 @@ def gpu_idle(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A trace: the device has nothing to do for 50 % of the judged steps' time and for 25 % of the median step, though
         it neither waits for data nor for launches. A monitor: the utilisation is below 50 % in the mean over 60 s or
-        more, after the idle beginning and end are cut off; a device that was never used is not the job's. Where it
-        swings between below 20 % and above 80 %, that is said: something else takes turns with the computation. What
-        that is stays open (undetermined).
+        more, without the idle beginning and end and the times at which the device's memory is empty; a device that was
+        never used, or hardly beside busy ones, is not the job's. Where it swings between below 20 % and above 80 %,
+        that is said: something else takes turns with the computation. What that is stays open (undetermined).
 
     Looks like it but is not:
         Start-up, evaluation between steps, a job that has ended; the profiler's own time; waiting in a collective,
@@ -76,6 +77,8 @@ def gpu_idle(capsule: Capsule) -> Iterator[Finding]:
     spans = [span for key in watched if (span := _span(capsule, key.rank, key.side)) is not None]
     if not spans:
         raise NotCaptured(f"utilisation with times over {T.IDLE_SECONDS:g} s or more, of a device that the job uses")
+    if any(each.mean >= T.UTILIZATION for each in spans):  # a device that is hardly touched is not the job's
+        spans = [each for each in spans if each.mean >= T.UNUSED]
     worst = min(spans, key=lambda each: each.mean)
     if worst.mean < T.UTILIZATION:
         yield _in_monitor(capsule, worst, len(spans))
@@ -109,9 +112,11 @@ def _in_trace(capsule: Capsule, each: Traced, found: dict[int, Traced]) -> Findi
 class _Span:
     """What a monitor saw of one device while it was in use."""
 
-    def __init__(self, rank: int, value: NDArray[np.float64], time: NDArray[np.float64]) -> None:
-        self.rank, self.value, self.seconds = rank, value, float(time[-1] - time[0])
+    def __init__(self, rank: int, side: str | None, value: NDArray[np.float64], time: NDArray[np.float64]) -> None:
+        self.name = f"Device {rank}" + (f" of {side}" if side else "")
         steps = np.diff(time, append=time[-1] + (time[-1] - time[-2]))
+        steps = np.minimum(steps, T.BREAK * np.median(steps))  # a sample stands for no night after it
+        self.rank, self.value, self.seconds = rank, value, float(steps[:-1].sum())
         self.mean = float(np.average(value, weights=np.maximum(steps, 1e-9)))
 
     @property
@@ -128,7 +133,7 @@ def _span(capsule: Capsule, rank: int, side: str | None) -> _Span | None:
     if series.time is None:
         return None
     value, time = np.asarray(series.value, np.float64), np.asarray(series.time, np.float64)
-    kept = np.isfinite(value) & np.isfinite(time)
+    kept = np.isfinite(value) & np.isfinite(time) & ~_deserted(capsule, series)
     order = np.argsort(time[kept], kind="stable")
     value, time = value[kept][order], time[kept][order]
     used = np.flatnonzero(value > T.UNUSED)
@@ -137,7 +142,17 @@ def _span(capsule: Capsule, rank: int, side: str | None) -> _Span | None:
     value, time = value[used[0] : used[-1] + 1], time[used[0] : used[-1] + 1]
     if len(value) < T.IDLE_SAMPLES or time[-1] - time[0] < T.IDLE_SECONDS or value.max() > 1:
         return None
-    return _Span(rank, value, time)
+    return _Span(rank, side, value, time)
+
+
+def _deserted(capsule: Capsule, watched: Series) -> NDArray[np.bool_]:
+    """bool[N]: samples at which nothing lies in the device's memory, so that no job is there: between two of them."""
+    used = capsule.scalars("memory_device_used", rank=watched.rank, side=watched.side)
+    known = np.isfinite(used.value)
+    if not known.any() or used.side != watched.side:
+        return np.zeros(len(watched), np.bool_)
+    held = np.interp(watched.step, used.step[known], used.value[known])
+    return held < T.DESERTED * held.max(initial=0.0)
 
 
 def _in_monitor(capsule: Capsule, span: _Span, devices: int) -> Finding:
@@ -147,7 +162,7 @@ def _in_monitor(capsule: Capsule, span: _Span, devices: int) -> Finding:
         confidence="undetermined",
         kind=kind(capsule),
         title="The device is used by turns" if teeth else "The device is hardly used",
-        summary=f"Device {span.rank} is in use {span.mean:.0%} of the time over {span.seconds:,.0f} s{shape}.",
+        summary=f"{span.name} is in use {span.mean:.0%} of the time over {span.seconds:,.0f} s{shape}.",
         where=Where(rank=span.rank),
         evidence=(
             Evidence(name="gpu_utilization", value=round(span.mean, 4), expected=f"≥ {T.UTILIZATION}", note="mean"),

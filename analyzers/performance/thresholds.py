@@ -26,6 +26,10 @@ GAPS, GAP_KERNELS, SHORT_KERNEL = 0.3, 100, 25.0
 IDLE: Final = 0.5
 #: And of a monitor: utilisation below, for so many seconds with so many samples; below which a device is not the job's.
 UTILIZATION, IDLE_SECONDS, IDLE_SAMPLES, UNUSED = 0.5, 60.0, 10, 0.05
+#: Share of the most memory that was in use on a device, below which no job is on it.
+DESERTED: Final = 0.03
+#: Times the usual distance of two samples, beyond which a monitor did not look.
+BREAK: Final = 10.0
 #: Saw-tooth: utilisation that crosses from below the first to above the second so many times.
 LOW, HIGH, TEETH = 0.2, 0.8, 4
 #: performance/compute-bound: share of the time in which the device computes.

@@ -406,3 +406,46 @@ class TestOddSteps:
         assert said(judge(both)) == ["input-bound"]
         capsule = Capsule.open(import_files([both], tmp_path / "again", attach=False))
         assert any("another trace" in each for each in capsule.manifest.raw["imported"]["files"][0]["notes"])
+
+
+class TestMonitorFiles:
+    """Logs of nvidia-smi as they lie in a job's directory."""
+
+    @pytest.fixture
+    def watched(self, tmp_path: Path) -> Callable[..., Capsule]:
+        def watched(**nodes: list[list[tuple[int, int]]]) -> Capsule:
+            """A capsule of files: for each device (utilisation in %, memory in MiB), a sample every 10 s."""
+            files: list[Path] = []
+            for name, devices in nodes.items():
+                lines = ["timestamp, index, utilization.gpu [%], memory.used [MiB], memory.total [MiB]"]
+                for at in range(len(devices[0])):
+                    time = f"2026/11/30 {at // 360:02}:{at // 6 % 60:02}:{at % 6}0.000"
+                    lines += [
+                        f"{time}, {number}, {each[at][0]} %, {each[at][1]} MiB, 81559 MiB"
+                        for number, each in enumerate(devices)
+                    ]
+                files.append(tmp_path / f"{name}.csv")
+                files[-1].write_text("\n".join(lines) + "\n")
+            return Capsule.open(import_files(files, tmp_path / "out", attach=False))
+
+        return watched
+
+    def test_the_same_device_numbers_of_two_hosts_are_two_devices(self, watched: Callable[..., Capsule]):
+        capsule = watched(node1=[[(95, 70_000)] * 60] * 2, node2=[[(95, 70_000)] * 60, [(30, 70_000)] * 60])
+        assert sum(key.name == "gpu_utilization" for key in capsule.scalar_keys()) == 4
+        (finding,) = analyze(capsule, [rule_named("performance/gpu-idle")]).findings
+        assert finding.summary.startswith("Device 1 of node2.csv is in use 30% of the time over 590 s")
+        assert any(
+            "another host" in each["notes"][0] for each in capsule.manifest.raw["imported"]["files"] if each["notes"]
+        )
+
+    @pytest.mark.quiet("performance/gpu-idle")
+    def test_a_night_without_a_job_and_a_device_that_is_only_touched_are_no_idling(
+        self, watched: Callable[..., Capsule]
+    ):
+        night = [(95, 70_000)] * 30 + [(0, 4)] * 120 + [(95, 70_000)] * 30
+        touched = [(8 if at % 60 == 0 else 0, 900) for at in range(180)]
+        assert not analyze(watched(smi=[night, touched]), [rule_named("performance/gpu-idle")]).findings
+        held = [(each, 70_000) for each, _ in night]  # the job is there all the time
+        (finding,) = analyze(watched(smi=[held]), [rule_named("performance/gpu-idle")]).findings
+        assert "in use 32% of the time" in finding.summary

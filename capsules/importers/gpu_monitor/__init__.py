@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from ...limits import MIB
 from .. import text_log
@@ -12,7 +13,7 @@ from ..run import Run
 from ..source import Source
 from .nvidia import Columns, Report, Table
 from .others import Gpustat, Rocm, Rows, columns, gpustat_json, guess, rocm_device
-from .samples import Samples
+from .samples import Samples, moment
 
 FORMAT = "GPU monitor"
 
@@ -27,6 +28,12 @@ _ROCM = re.compile(
     r"^=+ ?(?:ROCm System Management Interface|Concise Info) ?=+|^GPU\[\d+\]\s*: (?:VRAM|GPU use)", re.MULTILINE
 )
 _CARD = re.compile(r"card(\d{1,4})$")
+#: ``20261130   07:25:00``, as dmon writes it.
+_COMPACT = re.compile(r"\b(20\d\d)(\d\d)(\d\d)\s{1,8}(\d\d:\d\d:\d\d)\b")
+#: Share of the shorter one of two files' times that both cover where they are of two hosts.
+_COMMON = 0.1
+#: First and last moment of the files of a run that were read.
+_covered: WeakKeyDictionary[Run, list[tuple[float, float]]] = WeakKeyDictionary()
 #: Bytes of one JSON document that is put together from lines.
 _DOCUMENT = 4 * MIB
 
@@ -49,8 +56,8 @@ def sniff(source: Source) -> bool:
 
 
 def read(source: Source, out: Run) -> None:
-    """Every sample, in file order."""
-    samples = Samples(out)
+    """Every sample, in file order. A file that covers the time of another one is of another host: it stays apart."""
+    samples = Samples(out, side=_host(source, out))
     head = _ANSI.sub("", source.head.decode("utf-8", "replace")).lstrip("\ufeff")
     if head.lstrip().startswith(("{", "[{")):
         _documents(source, samples)
@@ -73,6 +80,25 @@ def read(source: Source, out: Run) -> None:
 def span(source: Source) -> tuple[int | None, int | None, int | None, str]:
     """Samples are no training steps: one log of a monitor continues another."""
     return None, None, None, ""
+
+
+def _host(source: Source, out: Run) -> str | None:
+    """The file's name where another file covers the same time, which one monitor does not do; else None."""
+    times = [
+        found
+        for part in (source.head, source.tail)
+        for line in part.decode("utf-8", "replace").splitlines()
+        if (found := moment(_COMPACT.sub(r"\1-\2-\3 \4", line[:4096]))) is not None
+    ]
+    if not times:
+        return None
+    first, last = min(times), max(times)
+    before = _covered.setdefault(out, [])
+    if any(min(last, end) - max(first, begin) > _COMMON * min(last - first, end - begin) for begin, end in before):
+        out.note("covers the time of another monitor's file: of another host, and kept apart")
+        return source.path.name
+    before.append((first, last))
+    return None
 
 
 def _kind(head: str) -> type[Any] | None:

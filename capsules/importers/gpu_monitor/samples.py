@@ -25,12 +25,13 @@ class Samples:
     """Writes them: ``memory_device_used``, ``gpu_utilization``, ``gpu_power``, ``gpu_temperature``, and who is there.
 
     The rank of a series is the device's number; a step is the number of the device's sample, or ``step`` where that is
-    set: below 0 no point is written.
+    set: below 0 no point is written. ``side`` tells the devices of one host from those of another.
     """
 
-    def __init__(self, out: Run, *, step: int | None = None) -> None:
+    def __init__(self, out: Run, *, step: int | None = None, side: str | None = None) -> None:
         self.out = out
         self.step = step
+        self.side = side
         self._count: dict[int, int] = {}
         self._devices: dict[str, int] = {}
         self._listed: dict[int, tuple[tuple[Any, ...], ...]] = {}
@@ -81,12 +82,16 @@ class Samples:
             ("gpu_memory_share", occupied, ""),
         ):
             if value is not None and step >= 0:
-                self.out.scalar(series, step, value, time, unit, None, device)
-        if total or name:
+                self.out.scalar(series, step, value, time, unit, self.side, device)
+        if (total or name) and self.side is None:
             placed(self.out, device, name=name[:200], memory=round(total) if total else None)
 
     def processes(self, device: int, found: Sequence[dict[str, Any]], time: float | None = None) -> None:
         """Who is on a device; said again only where it changed."""
+        if self.side is not None:
+            if found:
+                self.out.note("processes on the devices of a second host were left out")
+            return
         said = tuple(tuple(sorted(each.items())) for each in found[:_MOST])
         if self._listed.get(device, ()) == said:
             return
