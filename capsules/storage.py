@@ -82,7 +82,18 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def copy_new(source: Path, data: bytes | None, target: Path) -> tuple[int, str]:
+def keep(original: Path, data: bytes | None, directory: Path) -> tuple[str, int, str]:
+    """Copy a file, or bytes under its name, into a directory; return the name there, size and SHA-256."""
+    make_directory(directory)
+    temporary = temporary_name(directory)
+    try:
+        size, digest = _copy_new(original, data, temporary)
+        return _link_free(temporary, directory, original.name.lstrip(".") or "file"), size, digest
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _copy_new(source: Path, data: bytes | None, target: Path) -> tuple[int, str]:
     """Copy a file or bytes; return size and SHA-256."""
     digest = hashlib.sha256()
     size = 0
@@ -99,7 +110,7 @@ def copy_new(source: Path, data: bytes | None, target: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def link_free(temporary: Path, directory: Path, name: str) -> str:
+def _link_free(temporary: Path, directory: Path, name: str) -> str:
     """Give the finished file its name, or ``stem-2.suffix`` and so on where that is taken."""
     wanted = Path(name)
     for number in range(1, 10_000):

@@ -27,7 +27,7 @@ from .masking import mask
 from .one_at_a_time import alone
 from .process import host, process_start, utc
 from .rank_writer import NormRow, RankWriter, count
-from .storage import Appender, create_exclusively, make_directory, replace, temporary_name
+from .storage import Appender, create_exclusively, make_directory, replace
 from .typed import check
 
 Kind = Literal["log", "trace", "snapshot", "config", "other"]
@@ -268,33 +268,34 @@ class CapsuleWriter:
         data: bytes | None = None,
         rank: int | None = None,
     ) -> str:
-        """Copy an original into ``files/`` and list it with its SHA-256.
+        """Copy an original into ``files/``, list it with its SHA-256, and return its path inside the capsule.
 
         Args:
             path: the file; with ``data`` only its last part is used, as the name.
             kind: log, trace, snapshot, config or other.
             data: the content, where there is no file.
             rank: the rank that lists it, where this process did not create the capsule.
-
-        Returns:
-            The path inside the capsule.
         """
-        directory = self.path / FILES
-        make_directory(directory)
-        temporary = temporary_name(directory)
-        try:
-            size, digest = storage.copy_new(Path(path), data, temporary)
-            name = storage.link_free(temporary, directory, Path(path).name.lstrip(".") or "file")
-        finally:
-            temporary.unlink(missing_ok=True)
-        listed = AttachedFile(path=f"{FILES}/{name}", kind=kind, bytes=size, sha256=digest)
-        if self.creator:
-            self.update({"files": [*self._manifest.get("files", []), msgspec.to_builtins(listed)]})
-        else:
+        return self.attach_all([(path, kind)], data, rank)[0]
+
+    @alone
+    def attach_all(
+        self, files: Iterable[tuple[str | os.PathLike[str], Kind]], data: bytes | None = None, rank: int | None = None
+    ) -> list[str]:
+        """``attach`` for paths and their kinds; the manifest, which lists them all, is written once."""
+        listed: list[AttachedFile] = []
+        names: list[str] = []
+        for path, kind in files:
+            name, size, digest = storage.keep(Path(path), data, self.path / FILES)
+            names.append(f"{FILES}/{name}")
+            listed.append(AttachedFile(path=names[-1], kind=kind, bytes=size, sha256=digest))
+        if self.creator and listed:
+            self.update({"files": [*self._manifest.get("files", []), *map(msgspec.to_builtins, listed)]})
+        elif listed:
             writer = self._of(rank)
-            writer.state.files = [*(writer.state.files or []), listed]
+            writer.state.files = [*(writer.state.files or []), *listed]
             writer.heartbeat()
-        return f"{FILES}/{name}"
+        return names
 
     @alone
     def rewrite(self, stream: str, records: Iterable[Mapping[str, Any]]) -> None:

@@ -131,8 +131,8 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
                     "notes": [*notes, *([problem] if problem else [])],
                 }
             )
-            if attach:
-                writer.attach(source.path, kind=getattr(importer, "KIND", "log"))
+        if attach:
+            writer.attach_all((source.path, getattr(importer, "KIND", "log")) for source, importer in found)
         for importer in dict.fromkeys(importer for _, importer in found):
             problem = _finished(importer, found, listed, run)
             problems += [problem] if problem else []

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmconsole.capsules import Capsule, CapsuleWriter, EvidenceError
+from llmconsole.capsules import Capsule, CapsuleWriter, EvidenceError, writer
 from llmconsole.capsules.manifest import Manifest
 from llmconsole.capsules.masking import MASK, mask
+from llmconsole.capsules.storage import replace
 
 #: Part of the manifest → its fields, as the description of the evidence lists them.
 PARTS = {
@@ -160,6 +161,18 @@ class TestWriting:
         # what sha256sum prints for these seven bytes
         assert first.sha256 == "b7126ac71c7f87a2146297b1bd0f53a934b2a189fd3d2995e1ff1358715560c4"
         assert (path / second.path).read_bytes() == b"step 2\n"
+        assert Capsule.open(path).damage() == ()
+
+    def test_many_files_are_listed_in_one_manifest(self, path, tmp_path, monkeypatch):
+        dumps = [tmp_path / f"_dump_{rank}" for rank in range(50)]
+        for each in dumps:
+            each.write_bytes(each.name.encode())
+        with CapsuleWriter(path) as w:
+            written: list[Path] = []
+            monkeypatch.setattr(writer, "replace", lambda path, data: (written.append(path), replace(path, data)))
+            w.attach_all((each, "trace") for each in dumps)
+            assert len(written) == 1
+        assert [Path(each.path).name for each in Capsule.open(path).files()] == [each.name for each in dumps]
         assert Capsule.open(path).damage() == ()
 
 
