@@ -7,6 +7,8 @@ by a file in the capsule's directory.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import sys
 import threading
@@ -27,6 +29,8 @@ from .operation import Operation
 from .triggers import Trigger
 from .watchdog import TICK, Watchdog
 from .window import Window
+
+log = logging.getLogger("llmconsole.recorder")
 
 #: Accounts in the stream before it is cut to the last one; each window appends one, so that a kill loses none.
 MOST_ACCOUNTS = 1000
@@ -67,7 +71,7 @@ class Ranks:
         self._window = window
         self._carry = carry
         self._model = model
-        self._hang_after = hang_after
+        self._hang_after = hang_after = _seconds(hang_after)
         self._collectives = Collectives(writer, self._mark)
         self._host = host()
         self._accounts = 0
@@ -265,6 +269,20 @@ class Means:
         if not self._windows:
             return {}
         return {name: 1e3 * total / self._windows for name, total in zip(names, self._sums, strict=True)}
+
+
+def _seconds(given: Any) -> float | None:
+    """What the job asked for, None for the default where that is no length of time."""
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if seconds > 0 and math.isfinite(seconds):
+        return seconds
+    log.warning("hang_after=%.60r is no number of seconds above 0; the default holds", given)
+    return None
 
 
 def _uncaught() -> dict[str, Any] | None:

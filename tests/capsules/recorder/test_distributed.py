@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmconsole.capsules import Capsule
+from llmconsole.capsules import Capsule, Recorder
 from llmconsole.capsules.recorder import rendezvous
 
 SCRIPT = """
@@ -146,3 +146,17 @@ class TestNames:
         (earlier / "capsule.json").write_text("{}")
         rendezvous._turns.clear()
         assert rendezvous.capsule_path(tmp_path, 0, 1).name == "mine-r2.capsule"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "soon", object()])
+def test_a_patience_that_is_none_is_the_default_and_ends_no_recording(
+    seconds: Any, tmp_path: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LLMCONSOLE_RUN": "odd"}.items():
+        monkeypatch.setenv(name, value)
+    rendezvous._turns.clear()
+    recorder = Recorder(tmp_path, model=torch.nn.Linear(2, 2), hang_after=seconds)
+    assert recorder.recording
+    assert recorder._finisher.ranks._hang_after is None
+    recorder.close()
+    assert "is no number of seconds above 0" in caplog.text
