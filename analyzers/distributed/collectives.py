@@ -6,8 +6,10 @@ group; a call of several coalesced parts is one row. Frames stay in the records 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -124,11 +126,22 @@ class Calls:
 
     def at(self, group: int, rank: int, seq: int) -> int | None:
         """The row of a call, None where it is not on record."""
-        table = self.table
-        low, high = np.searchsorted(table.group, [group, group + 1])
-        first, last = low + np.searchsorted(table.rank[low:high], [rank, rank + 1])
-        found = first + int(np.searchsorted(table.seq[first:last], seq))
-        return int(found) if found < last and table.seq[found] == seq else None
+        starts, numbers = self._index
+        first, last = starts.get((group, rank), (0, 0))
+        found = bisect_left(numbers, seq, first, last)
+        return found if found < last and numbers[found] == seq else None
+
+    @cached_property
+    def _index(self) -> tuple[dict[tuple[int, int], tuple[int, int]], list[int]]:
+        """Where the calls of each rank in each group stand, and the number of each call.
+
+        Rules ask for a million places in a job of a thousand ranks, which numpy answers one by one too slowly.
+        """
+        group, rank = self.table.group, self.table.rank
+        new = np.flatnonzero((np.diff(group, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
+        ends = [*new[1:].tolist(), len(group)]
+        keys = zip(group[new].tolist(), rank[new].tolist(), strict=True)
+        return dict(zip(keys, zip(new.tolist(), ends, strict=True), strict=False)), self.table.seq.tolist()
 
 
 def call_site(record: Mapping[str, Any]) -> tuple[str, ...]:

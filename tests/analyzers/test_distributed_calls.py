@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmconsole.analyzers.distributed.reading import calls
 from llmconsole.analyzers.distributed.reproduction import Call, reproduction
 from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.registry import all_rules
@@ -598,3 +599,24 @@ def test_thirty_two_ranks_of_two_hundred_calls_take_no_time(build: Any) -> None:
     (found,) = loud(capsule)
     assert time.process_time() - began < 1.0
     assert (found.where.rank, value(found, "sequence_number")) == (17, 134)
+
+
+def test_a_call_is_found_by_group_rank_and_number(build: Any) -> None:
+    rows = [(group, rank, seq) for group in ("0", "1", "2") for rank in (0, 1, 3, 5) for seq in (2, 3, 7, 8)]
+    rows = [row for at, row in enumerate(rows) if at % 5]
+    records = [
+        {"group": group, "group_ranks": [0, 1, 3, 5], "rank": rank, "seq": seq, "order": seq, "op": "all_reduce",
+         "dtype": "float32", "shapes_in": [[4]], "state": "completed"}
+        for group, rank, seq in rows
+    ]  # fmt: skip
+    table = calls(build(lambda w: [w.record("collectives", each, rank=each["rank"]) for each in records]))
+    names = {each.name: at for at, each in enumerate(table.groups)}
+    for group in names:
+        for rank in range(-1, 7):
+            for seq in range(10):
+                row = table.at(names[group], rank, seq)
+                assert (row is not None) == ((group, rank, seq) in rows)
+                if row is not None:
+                    assert (table.table.rank[row], table.table.seq[row]) == (rank, seq)
+                    assert table.groups[table.table.group[row]].name == group
+    assert table.at(len(names), 0, 2) is None
