@@ -101,7 +101,7 @@ def failure_words(told: Sequence[tuple[Failure, Verdict]]) -> str:
         words += f" {gib(failure.allocated)} of {gib(failure.capacity)} ({share:.1%}) are in use."
     if failure.caught:
         words += " Training went on after it."
-    ranks = {each.rank for each, _ in told}
+    ranks = {each.rank for each, _ in told if each.rank is not None}
     return words + (f" {len(ranks)} ranks failed." if len(ranks) > 1 else "")
 
 

@@ -10,7 +10,7 @@ from ..reference.memory_job import Job, Shape
 from ..reference.memory_model import estimate
 from .configuration import Plan
 from .oom import Failure, gib
-from .thresholds import FAR_BELOW, ROOM_LEFT, USUAL_RANKS
+from .thresholds import FAR_BELOW, MODEL_ERROR, ROOM_LEFT, USUAL_RANKS
 
 Reading = tuple[Shape, Job]
 
@@ -49,11 +49,16 @@ class Fitting:
                     value=round(each.peak),
                     expected=limit,
                     unit="B",
-                    note="fits" if each.fits else "does not fit",
+                    note=self._note(each),
                 )
                 for each in self.changes
             ),
         )
+
+    def _note(self, change: Change) -> str:
+        if not change.fits:
+            return "does not fit"
+        return "fits" if change.peak <= (1 - MODEL_ERROR) * self.budget else "fits barely, less than the model may err"
 
     @property
     def words(self) -> str:
@@ -61,9 +66,10 @@ class Fitting:
         if self.silent:
             return self.silent
         fitting = [f"{each.words} ({gib(each.peak)})" for each in self.changes if each.fits]
+        needs = f"By computation, good to about 10 %, it needs {gib(self.configured)} as configured"
         if not fitting:
-            return f"Computed are {gib(self.configured)}, and none of the usual changes makes it fit."
-        return f"Computed are {gib(self.configured)}; what would fit: {'; '.join(fitting)}."
+            return f"{needs}, and none of the usual changes makes it fit."
+        return f"{needs}; what would fit: {'; '.join(fitting)}."
 
 
 def fitting(planned: Plan, failure: Failure) -> Fitting:

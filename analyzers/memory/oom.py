@@ -318,6 +318,11 @@ def _failures(capsule: Capsule) -> Iterator[Failure]:
     # A line of a log alone counts where nothing better tells of a failure.
     for event in errors or (each for each in events if _is_line(each)):
         step, rank = whole(event.get("step")), whole(event.get("rank"))
+        # Several ranks print into one log, and nothing says which did; NCCL's lines name a device and no rank.
+        if event.get("told") is False or (
+            event.get("phase") == "communication" and event.get("device") not in (None, rank)
+        ):
+            rank = None
         message = str(event.get("message") or "")
         # A recording has the words and what the device said afterwards; a log has been read already.
         said = (parsed(message[:_MOST]) or {}) | {name: value for name, value in event.items() if value is not None}

@@ -60,6 +60,8 @@ SAME_PARAMETERS = 0.05
 
 #: What would fit. Share of the device that is left free, since no allocator fills it.
 ROOM_LEFT = 0.03
+#: Share by which a computed peak may be off.
+MODEL_ERROR = 0.1
 #: Share of what was wanted at the failure, below which a computed peak explains it not.
 FAR_BELOW = 0.6
 #: Ranks of one node, over which sharding is tried where the job has fewer.

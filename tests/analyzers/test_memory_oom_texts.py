@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.memory.fitting import Change, Fitting
 from llmconsole.analyzers.memory.oom import classify, failures
-from llmconsole.capsules import Capsule
+from llmconsole.capsules import Capsule, CapsuleWriter
 
 CAPACITY, OTHER = "memory/capacity", "memory/other-process"
 MIB = 1 << 20
@@ -113,3 +114,22 @@ def test_the_phase_is_said(build: Make, findings_of: Findings):
     event = {"kind": "oom", "phase": "eval", "capacity": 80 << 30, **numbers}
     (finding,) = findings_of(CAPACITY, build(lambda writer: writer.record("events", event)))
     assert finding.summary.startswith("In an evaluation, 12.00 GiB were asked for")
+
+
+def test_a_rank_that_nothing_tells_is_none(build: Make):
+    def fill(writer: CapsuleWriter) -> None:
+        writer.record("events", {"kind": "oom", "rank": 0, "told": False, "requested": MIB})
+        writer.record("events", {"kind": "oom", "rank": 0, "phase": "communication", "device": 3})
+        writer.record("events", {"kind": "oom", "rank": 3, "requested": MIB})
+
+    assert sorted(str(each.rank) for each in failures(build(fill))) == ["3", "None", "None"]
+
+
+def test_a_computed_peak_near_the_limit_is_said_to_fit_barely():
+    limit = Fitting(100.0, 300.0, (Change("a", 80.0, True), Change("b", 95.0, True), Change("c", 120.0, False)))
+    assert [each.note for each in limit.evidence[1:]] == [
+        "fits",
+        "fits barely, less than the model may err",
+        "does not fit",
+    ]
+    assert limit.words.startswith("By computation, good to about 10 %, it needs 300 B")

@@ -16,7 +16,8 @@ from .out_of_memory import parsed, phase_of
 FORMAT = ""
 NEEDED = b""
 SIGN = (
-    rb"Traceback \(most recent call last\):|out of memory\b.{0,200}Tried to allocate|[Oo]ut of memory: Kill"
+    rb"Traceback \(most recent call last\):|out of memory\b.{0,200}Tried to allocate"
+    rb"|ut of memory while trying to allocate \d|OOM when allocating tensor with shape|[Oo]ut of memory: Kill"
     rb"|Watchdog caught collective operation timeout|detected by watchdog at work|[Tt]imeout at NCCL work|NCCL WARN"
     rb"|ProcessGroup(?:NCCL|Gloo)|failed to pass monitoredBarrier|oom-kill:constraint|oom[-_]kill event"
     rb"|is running (?:inconsistent )?collective: CollectiveFingerPrint"
@@ -187,6 +188,7 @@ class Lines:
     def _settle(self) -> None:
         """Give what nothing says the rank of to the one rank that it can be of, or say that it is not told."""
         several = len(self._speakers | set(self._launcher.ranks)) > 1 or self._collectives.several
+        several = several or self._log.run.several
         failed = self._launcher.failed
         for event in self._unclaimed:
             rank, home = self._launcher.rank_of(event.get("pid")), self._log.home

@@ -22,12 +22,16 @@ _DEVICE = re.compile(
     r"(?:CUDA|HIP|XPU|NPU|MPS backend|MUSA|GPU|MLU|HPU) out of memory\b.{0,400}?[Tt]ried to allocate ([\d.]+) " + _UNIT
 )
 #: Without a number it must be an error: programs warn of running out of memory, and advise against it.
-_PLAIN = re.compile(r"Error: (?:CUDA|HIP|XPU|NPU) (?:error: )?out of memory|(?:CUDA|HIP) error: out of memory")
+_PLAIN = re.compile(
+    r"Error: (?:CUDA|HIP|XPU|NPU) (?:error: )?out of memory|(?:CUDA|HIP) error: out of memory"
+    r"|OOM when allocating tensor with shape.{1,300}GPU"
+)
 #: A text that explains such an error, in quotation marks and without the numbers that each real one has.
 _QUOTED = re.compile(
     r"(?:^|\s)['\"`‘“](?:\w{1,40}Error: )?\w{2,12} out of memory\. Tried to allocate [\d.]+ \w{1,5}\.?['\"`’”]"
 )
-_NCCL = re.compile(r"NCCL WARN .{0,80}[Ff]ailure.{0,20}out of memory")
+#: ``host:pid:thread [device] NCCL WARN …``
+_NCCL = re.compile(r"(?:\[(\d{1,3})\] )?NCCL WARN .{0,80}[Ff]ailure.{0,20}out of memory")
 _XLA = re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) (\d{1,18}) bytes")
 _TOTAL = re.compile(r"(?:GPU|XPU|NPU|Device) ?(\d{1,6}) has a total capac[it]+y of ([\d.]+) " + _UNIT)
 _FREE = re.compile(r"of which ([\d.]+) " + _UNIT + " is free")
@@ -101,8 +105,8 @@ def parsed(text: str) -> dict[str, Any] | None:
         }
     if _SCHEDULER.search(text) is not None:
         return {"where": "host", "type": "OOM killer"}
-    if _NCCL.search(text) is not None:
-        return {"phase": "communication"}
+    if (nccl := _NCCL.search(text)) is not None:
+        return {"phase": "communication", "device": count(nccl[1]) if nccl[1] else None}
     return {} if _PLAIN.search(text) is not None else None
 
 

@@ -31,7 +31,7 @@ KIND = "snapshot"
 
 #: Bytes of a file, once decompressed, beyond which it is not looked at.
 _MOST_BYTES = 64 * GIB
-_MOST_DEVICES = 256
+_MOST_DEVICES = 64
 #: Keys of the outermost mapping of some version; any of the first two comes first or second.
 _KEYS = ("segments", "device_traces", "traces", "allocator_settings", "external_annotations", "host_segments")
 _SIGNS = (b"total_size", b"allocated_size", b"device_traces", b"segment_type")

@@ -92,6 +92,15 @@ TEXTS = {
         "17179869184 bytes.",
         {"requested": 16 * GIB},
     ),
+    "TensorFlow": (
+        "tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with "
+        "shape[64,1024] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc",
+        {"requested": None, "where": None},
+    ),
+    "NCCL": (
+        "node1:4129:4200 [3] NCCL WARN Cuda failure 2 'out of memory'",
+        {"phase": "communication", "device": 3},
+    ),
     "the driver, without a number": ("RuntimeError: CUDA error: out of memory", {"requested": None, "capacity": None}),
 }
 
@@ -104,6 +113,11 @@ def memory_events(capsule) -> list[dict]:
 def test_what_a_text_states(imported: Imports, line: str, expected: dict):
     (event,) = memory_events(imported(f"step 1 loss 2.5\n{line}\n"))
     assert {name: event.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("text", ["XLA", "TensorFlow", "the kernel"])
+def test_an_error_alone_is_a_log(imported: Imports, text: str):
+    assert len(memory_events(imported(f"{TEXTS[text][0]}\n"))) == 1
 
 
 @pytest.mark.parametrize(
