@@ -82,7 +82,7 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
         TORCH_NCCL_ASYNC_ERROR_HANDLING on).
     """
     found = diagnosis(capsule)
-    deaths = _deaths(capsule)
+    deaths = _deaths(capsule, {each["rank"] for each in found.calls.timeouts})
     if not deaths:
         return
     exits = last_exits(capsule)
@@ -128,15 +128,18 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     )
 
 
-def _deaths(capsule: Capsule) -> list[Death]:
-    """Ends of ranks that are no answer to another rank's end, one a rank, the earliest first in time."""
+def _deaths(capsule: Capsule, gave_up: set[int]) -> list[Death]:
+    """Ends of ranks that are no answer to another rank's end, one a rank, the earliest first in time.
+
+    The watchdogs of the ranks in ``gave_up`` abort their own processes.
+    """
     found: dict[int, Death] = {}
 
     exits = last_exits(capsule)
     ends = {rank: end["t"] for rank, end in exits.items() if isinstance(end.get("t"), int | float)}
 
     def take(rank: int, kind: str, words: str, t: Any, step: Any, site: tuple[str, ...] = ()) -> None:
-        if GAVE_UP.search(words) is not None:
+        if GAVE_UP.search(words) is not None or (kind == "signal" and rank in gave_up and "SIGABRT" in words):
             return
         alone = rank in ends and all(ends[rank] < end for other, end in ends.items() if other != rank)
         if STOPPED.search(words) is not None and not (kind == "signal" and alone and len(ends) > 1):
@@ -156,7 +159,7 @@ def _deaths(capsule: Capsule) -> list[Death]:
             continue  # its log does not say which of several ranks it is of
         if kind == "oom":
             take(rank, "oom", message or "out of memory", event.get("t"), step, call_site(event))
-        elif kind == "exception" and event.get("type") not in SECONDARY:
+        elif kind == "exception" and str(event.get("type")).rpartition(".")[2] not in SECONDARY:
             name = str(event.get("type") or "exception")
             out = "OutOfMemory" in name or "out of memory" in message
             words = f"{name}: {message}".rstrip(": ")

@@ -49,7 +49,10 @@ class Run:
         points: rows of series written so far.
         records: records written so far.
         format: what a person would call the file that is read, more exactly than the importer's name; may be empty.
+        several: whether more than one rank has evidence so far.
     """
+
+    several: bool = False
 
     def __init__(self, writer: CapsuleWriter) -> None:
         self.rank = 0
@@ -256,6 +259,7 @@ class Run:
             self.note("more ranks than are kept apart; the rest is under rank 0")
             return 0
         self._ranks.add(rank)
+        self.several = True
         return rank
 
 

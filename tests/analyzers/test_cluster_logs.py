@@ -129,6 +129,36 @@ def test_a_fault_of_a_device_is_its_process_where_the_summary_names_both(read: R
     assert first(read(STEPS + xid + "\n" + "\n".join(hung) + "\n" + summary(*ends))) == (DIED, 3)
 
 
+LAUNCHED = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/bin/torchrun", line 8, in <module>\n'
+    "    sys.exit(main())\n"
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+)
+
+
+def test_files_of_one_rank_each_beside_the_launchers(tmp_path: Path):
+    """The launcher's own error is no rank's, and a watchdog aborts its process in a file of its own."""
+    ends = [(2, 1, "", "16:20"), *((rank, -6, "SIGABRT", "26:25") for rank in (0, 1))]
+    texts = {"launcher": LAUNCHED + summary(*ends)} | {f"rank{rank}": STEPS for rank in range(3)}
+    for rank in (0, 1):
+        texts[f"rank{rank}"] += "\n".join(watchdog(rank)) + "\n"
+    texts["rank2"] += "\n".join(RAISED) + "\n"
+    files = [tmp_path / f"{name}.log" for name in texts]
+    for path in files:
+        path.write_text(texts[path.stem])
+    assert first(analyze(Capsule.open(import_files(files, tmp_path / "made", attach=False)))) == (DIED, 2)
+
+
+def test_an_error_in_a_file_that_names_no_rank_accuses_none_of_several(tmp_path: Path):
+    texts = {f"stderr_{rank}": "".join(f"[rank{rank}]:{line}\n" for line in watchdog(rank)) for rank in (0, 1)}
+    texts["stderr_2"] = "\n".join(RAISED) + "\n"
+    files = [tmp_path / f"{name}.log" for name in texts]
+    for path in files:
+        path.write_text(texts[path.stem])
+    assert not loud(analyze(Capsule.open(import_files(files, tmp_path / "made", attach=False))))
+
+
 @pytest.mark.fires(MISSING)
 def test_the_watchdog_of_one_rank_alone_accuses_nobody_and_is_said(read: Read):
     report = read(STEPS + "".join(f"[rank0]:{line}\n" for line in watchdog(0)))
