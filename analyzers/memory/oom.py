@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from .processes import Other, sorted_out
 from .records import capacities, gib, largest_free_blocks, number, positive, segment_for, whole
 from .thresholds import (
+    DRIVER_KEEPS,
     LITTLE_SLACK,
     MOSTLY_OUTSIDE,
     NO_SLACK,
@@ -200,7 +201,7 @@ def classify(failure: Failure) -> Verdict:
         return Verdict("capacity", (), because)
     wanted = max(requested, failure.segment or 0)
     segment = f" ({gib(wanted)} of the device, a whole segment)" if wanted > 1.1 * requested else ""
-    if wanted <= free:
+    if wanted <= free and free > DRIVER_KEEPS:
         because = (
             f"{gib(requested)} were asked for{segment}, {gib(free)} are free on the device: memory was freed since, "
             "or a limit other than the device's size was reached"

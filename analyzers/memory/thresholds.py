@@ -2,6 +2,8 @@
 
 #: Out of memory. Bytes by which sums of printed sizes may be off: three numbers of two decimals in GiB.
 PRINTED = 16 << 20
+#: Bytes that a driver says are free and hands out to nobody.
+DRIVER_KEEPS = 64 << 20
 #: Share of the device that the allocator holds unused however well it works: little slack.
 LITTLE_SLACK = 0.05
 #: The same of free and unused memory together: a device of which no more is left is full, however it is cut.

@@ -80,6 +80,19 @@ def test_a_device_of_which_nearly_nothing_is_left_is_full_however_it_is_cut(
     assert classify(failure).kind == kind
 
 
+@pytest.mark.parametrize(
+    ("said", "sizes", "kind"),
+    [
+        ("Process 4242 has 23.20 GiB memory in use. ", {"allocated": "0 bytes", "idle": "0 bytes"}, "other process"),
+        ("", {"allocated": "22.90 GiB", "idle": "300.00 MiB"}, "capacity"),
+    ],
+)
+def test_the_last_megabytes_of_a_device_are_given_to_nobody(build: Make, said: str, sizes: dict[str, str], kind: str):
+    """2 MiB were asked for and refused, with 3.06 MiB free: the device is full for all that."""
+    (failure,) = failures(told(build, said=said, asked="2.00 MiB", capacity="23.69 GiB", free="3.06 MiB", **sizes))
+    assert classify(failure).kind == kind
+
+
 def test_unused_memory_beside_private_pools_may_be_theirs(build: Make):
     sizes = {"asked": "512.00 MiB", "capacity": "79.15 GiB", "free": "117.19 MiB", "allocated": "60.90 GiB"}
     pools = "with 15.20 GiB allocated in private pools (e.g., CUDA Graphs), "
@@ -99,9 +112,9 @@ def test_a_limit_of_the_jobs_own_is_no_full_device(build: Make, findings_of: Fin
     assert "set_per_process_memory_fraction" in finding.fix[0]
 
 
-@pytest.mark.parametrize(("free", "kind"), [(18 * MIB, "fragmentation"), (30 * MIB, "undecided")])
+@pytest.mark.parametrize(("free", "kind"), [(18 * MIB, "fragmentation"), (300 * MIB, "undecided")])
 def test_a_snapshot_names_the_block_and_the_driver_was_asked_for_a_segment(build: Make, free: int, kind: str):
-    """Blocks below 10 MiB take a segment of 20 MiB: 18 MiB free are too little for one of 8 MiB, 30 MiB are not."""
+    """Blocks below 10 MiB take a segment of 20 MiB: 18 MiB free are too little for one of 8 MiB, 300 MiB are not."""
     numbers = {"requested": 8 * MIB, "free": free, "allocated": 464 * MIB, "reserved": 502 * MIB, "event": 7772}
     capsule = build(lambda writer: writer.record("events", {"kind": "oom", "largest_free_block": 6 * MIB, **numbers}))
     (failure,) = failures(capsule)
