@@ -87,6 +87,8 @@ class Ranks:
         self._beaten = time.monotonic()
         self._main = threading.main_thread().ident
         self._closed = False
+        #: What to do after a signal was recorded that the job's own thread cannot deal with.
+        self.unheard: Callable[[str], None] = lambda name: None
         self._collectives.calls.install()
         tick = TICK if hang_after is None else min(TICK, max(hang_after / 4, 0.05))
         self._watchdog = Watchdog(self._look, self._signalled, tick)
@@ -187,6 +189,7 @@ class Ranks:
         self.ends("signal", name)
         self._carry(Trigger("signal", self._step, self._writer.rank, name, message=f"received {name}"))
         self._write_state(f"received {name} while the job's own thread was not to be reached")
+        self.unheard(name)
 
     def _write_state(self, words: str) -> None:
         """What this rank is at: operations under way, and the stack of the job's thread."""

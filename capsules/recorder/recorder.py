@@ -169,6 +169,8 @@ class Recorder:
         told = (tokenizer, self._contract, self._checkpoints)
         self._between = Between(writer, self._loop, self._finisher, fields, *told, self._attempt)
         self._signals = Signals(self._signalled)
+        if self._finisher.ranks is not None:
+            self._finisher.ranks.unheard = self._signals.deadly
         optimizer.attach(self._loop)
         self.recording = True
         this = weakref.ref(self)

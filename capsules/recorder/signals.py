@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -39,6 +40,18 @@ class Signals:
             if signal.getsignal(number) == self._handle and threading.current_thread() is threading.main_thread():
                 signal.signal(number, previous)
         self._record = _ignore
+
+    def deadly(self, name: str) -> None:
+        """End the process by a signal that has come and whose handler gets no turn, as it would have ended without us.
+
+        For any thread. Python runs handlers in the main thread only; while that one waits in C for another rank, our
+        handler would keep the process alive that the default action ends at once. What the job handles itself stays.
+        """
+        number = signal.Signals[name]
+        if self._busy or self._previous.get(number) is not signal.SIG_DFL:
+            return
+        ctypes.CDLL(None).signal(int(number), None)  # SIG_DFL; Python lets only the main thread say so
+        os.kill(os.getpid(), number)
 
     def __enter__(self) -> None:
         self._busy += 1
