@@ -37,8 +37,7 @@ def ahead(calls: Calls, heads: Heads, beyond: int = 0) -> list[Wait]:
         if len(ranks) < T.DECIDING_RANKS or not 0 < len(behind) < len(ranks):
             continue
         further = [rank for rank in behind if _did_more(calls, group, rank, seq, beyond)]
-        usual = [rank for rank in ranks if not _did_more(calls, group, rank, seq, 0)]
-        if further and len(usual) == len(ranks):
+        if further and not any(_did_more(calls, group, rank, seq, 0) for rank in ranks):
             row = calls.at(group, ranks[0], seq)
             found.append(Wait(group, seq, tuple(sorted(ranks)), tuple(further), (), -1 if row is None else row))
     return found

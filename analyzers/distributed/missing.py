@@ -101,7 +101,7 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
         for rank in ranks[:4]:
             reached = calls.reached.get((wait.group, rank))
             value = reached.enqueued if reached is not None else 0
-            evidence.append(Evidence(name=f"rank_{rank}_last_enqueued", value=value, expected=wait.seq))
+            evidence.append(Evidence(name="last_enqueued", value=value, expected=wait.seq, note=f"rank {rank}"))
     if missing.late:
         note = "after the first rank had entered the call; the others had given up by then"
         evidence.append(Evidence(name="entered_late", value=round(missing.late, 3), unit="s", note=note))
@@ -109,8 +109,8 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
         last = f"later calls pair up one further, until call {wait.seq:,} finds no partner"
         evidence.append(Evidence(name="skipped_calls", value=missing.length, expected=0, note=last))
     for rank, (own, furthest) in sorted(missing.slow.items())[:4]:
-        note = "entered as many calls as the others, and its device finished fewer"
-        evidence.append(Evidence(name=f"rank_{rank}_last_completed", value=own, expected=furthest, note=note))
+        note = f"rank {rank} entered as many calls as the others, and its device finished fewer"
+        evidence.append(Evidence(name="last_completed", value=own, expected=furthest, note=note))
     held = {int(rank) for table in (calls.table, calls.direct) for rank in table.rank[table.pending]}
     if victims := sorted((held | set(found.state.victims)) - {*wait.waiting, *ranks}):
         note = "have calls in flight behind those, or wait for a rank that waits: not at fault"

@@ -85,7 +85,7 @@ def _finding(capsule: Capsule, found: Diagnosis, circle: Circle) -> Finding:
             Evidence(name="groups", value=groups[:8]),
             *(
                 Evidence(
-                    name=f"first_call_of_rank_{ranks[0]}",
+                    name="first_call_held",
                     value=call,
                     note=f"{named_ranks(ranks)}; waits for {named_ranks(wait.absent)}"
                     + at_site(calls, wait.row, direct=wait.direct),

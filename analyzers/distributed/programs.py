@@ -123,7 +123,8 @@ def reversals(calls: Calls) -> list[Reversal]:
     A rank that is in the later call and has not entered the earlier one went past it.
     """
     table = calls.table
-    pending = np.flatnonzero(table.pending & (table.order >= 0))
+    in_flight = table.pending
+    pending = np.flatnonzero(in_flight & (table.order >= 0))
     follows: dict[tuple[int, int, int, int], list[int]] = {}
     rows = pending[np.lexsort((table.order[pending], table.rank[pending]))]
     for row, after in zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True):
@@ -137,7 +138,7 @@ def reversals(calls: Calls) -> list[Reversal]:
         for rank in sorted(set(calls.groups[group].ranks) & set(calls.groups[then].ranks)):
             in_one, in_other = calls.at(group, rank, seq), calls.at(then, rank, number)
             reached = calls.reached.get((group, rank))
-            if in_one is not None and in_other is not None and table.pending[in_one]:
+            if in_one is not None and in_other is not None and in_flight[in_one]:
                 (first if table.order[in_one] < table.order[in_other] else second).append(rank)
             elif in_one is None and in_other is not None and reached is not None and reached.enqueued < seq:
                 second.append(rank)

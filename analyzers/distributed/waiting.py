@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .collectives import UNKNOWN, Calls
+from .collectives import COMPLETED, UNKNOWN, Calls
 from .graph import circles, ends
 from .signatures import ROOTED
 
@@ -142,7 +142,7 @@ def _not_posted(calls: Calls, heads: Heads, other_side: dict[int, int], rank: in
         peer, other = int(table.peer[part]), other_side.get(part, UNKNOWN)
         if other == UNKNOWN:
             found.add(peer)
-        elif bool(table.pending[other]):
+        elif table.state[other] < COMPLETED:
             at = heads[peer]  # it has a call in flight: at least this one
             same = at[0] and table.group[at[1]] == table.group[other] and table.seq[at[1]] == table.seq[other]
             if not same:
@@ -280,6 +280,7 @@ def _other_sides(calls: Calls) -> dict[int, int]:
     for row in np.flatnonzero(table.peer >= 0).tolist():
         rank, peer, sent = int(table.rank[row]), int(table.peer[row]), bool(sends[table.signature[row]])
         rows[int(table.group[row]), *((rank, peer) if sent else (peer, rank)), sent].append(row)
+    in_flight = table.pending
     whole = {
         rank for each in (table, calls.table) for rank in each.rank[(each.order == 0) | (each.order == 1)].tolist()
     }
@@ -287,8 +288,8 @@ def _other_sides(calls: Calls) -> dict[int, int]:
     for (group, source, target, sent), own in rows.items():
         theirs = rows.get((group, source, target, not sent), [])
         if not {source, target} <= whole:
-            own, theirs = ([row for row in each if table.pending[row]] for each in (own, theirs))
-        found |= {row: other for row, other in zip(own, theirs, strict=False) if table.pending[row]}
+            own, theirs = ([row for row in each if in_flight[row]] for each in (own, theirs))
+        found |= {row: other for row, other in zip(own, theirs, strict=False) if in_flight[row]}
     return found
 
 

@@ -523,8 +523,8 @@ def test_dumps_of_a_real_job_name_the_ranks_in_which_faults_were_injected(
     assert (found.rule, value(found, "missing_ranks")) == (MISSING, missing)
     assert call in found.summary
     assert set(value(found, "downstream_victims")) >= set(range(8))
-    slow = [each.name for each in found.evidence if each.name.endswith("_last_completed")]
-    assert slow == (["rank_14_last_completed"] if missing == [12] else [])
+    slow = [each.note[:7] for each in found.evidence if each.name == "last_completed"]
+    assert slow == (["rank 14"] if missing == [12] else [])
 
 
 def test_an_example_cut_down_to_one_finished_call_says_nothing_loud(tmp_path: Path) -> None:
