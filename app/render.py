@@ -6,6 +6,7 @@ Everything that comes from a capsule passes ``visible`` on its way into a ``Text
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from ..analyzers.finding import Candidate, Counterfactual, Evidence, Finding, Where
 from ..analyzers.report import ALARMS, CapsuleReport, Mark, Report, exit_status
+from .numbers import size
 from .text import ending, keep_tail, one_line
 
 #: Sign and style of a mark; colour repeats the sign and never replaces it.
@@ -145,6 +147,21 @@ def figure(value: Any) -> str:
     return f"{value:,.1f}" if 1 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
+def observed(each: Evidence) -> tuple[str, str, str]:
+    """Value, expected value and unit in cells: bytes as KiB to TiB (``--json`` has them exactly), the rest as it is."""
+    if each.unit != "B":
+        return figure(each.value), figure(each.expected), one_line(each.unit)
+    return _bytes(each.value), _bytes(each.expected), ""
+
+
+def _bytes(value: Any) -> str:
+    if isinstance(value, str):  # a bound or a range in words
+        words = one_line(value, 200)
+        return re.sub(r"\d+(?:,\d{3})+|\d{4,}", lambda found: size(int(found[0].replace(",", ""))), words)
+    counted = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return size(value) if counted else figure(value)
+
+
 def _title(report: CapsuleReport, width: int) -> RenderableType:
     title, path = one_line(report.capsule.title or report.capsule.id), one_line(report.capsule.path)
     line = Text(" ")
@@ -183,12 +200,13 @@ def _evidence_table(rows: Sequence[Evidence]) -> Table:
         table.add_column("expected", justify="right", overflow="fold")
     table.add_column("", overflow="fold", ratio=1)
     for each in rows:
-        remark = Text(one_line(each.unit))
+        value, bound, unit = observed(each)
+        remark = Text(unit)
         if each.note:
-            remark.append(f"{'  ' if each.unit else ''}{one_line(each.note)}", _DIM)
-        cells = [Text(one_line(each.name)), Text(figure(each.value), "bold")]
+            remark.append(f"{'  ' if unit else ''}{one_line(each.note)}", _DIM)
+        cells = [Text(one_line(each.name)), Text(value, "bold")]
         if expected:
-            cells.append(Text(figure(each.expected) if each.expected is not None else ""))
+            cells.append(Text(bound if each.expected is not None else ""))
         table.add_row(*cells, remark)
     return table
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from llmconsole.analyzers.finding import STAGES, Candidate, Counterfactual, Evidence, Finding, Where
 from llmconsole.analyzers.report import CapsuleName, CapsuleReport, FirstDivergence, Report, RuleError, Rung, Skipped
-from llmconsole.app.render import figure, place_of, print_report
+from llmconsole.app.render import figure, observed, place_of, print_report
 from rich.console import Console
 
 CAUSE = Finding(
@@ -174,3 +174,18 @@ def test_a_place_names_what_is_known():
     assert place_of(Where(step=18342, tensor="layers.23", rank=5, sample="17a9")) == (
         "step 18,342 · layers.23 · rank 5 · sample 17a9"
     )
+
+
+def test_bytes_are_shown_as_people_read_them_and_their_bounds_too():
+    rows = (
+        Evidence(name="requested", value=3_113_851_290, expected="≤ 2,909,840,343", unit="B"),
+        Evidence(name="other process", value=645_922_816, expected=0, unit="B", note="pid 3692507"),
+        Evidence(name="unknown", value="NaN", unit="B"),
+        Evidence(name="steps", value=3_113_851_290, unit="steps"),
+    )
+    assert [observed(each) for each in rows] == [
+        ("2.9 GiB", "≤ 2.71 GiB", ""),
+        ("616 MiB", "0 B", ""),
+        ("NaN", "–", ""),
+        ("3,113,851,290", "–", "steps"),
+    ]

@@ -8,7 +8,7 @@ from textual.widgets import Static
 
 from ....analyzers.finding import Finding
 from ....analyzers.report import CapsuleReport
-from ...render import MARKS, figure, place_of
+from ...render import MARKS, observed, place_of
 from ...text import one_line
 
 
@@ -88,9 +88,7 @@ def first(report: CapsuleReport) -> list[RenderableType]:
 
 def numbers(found: Finding) -> list[tuple[str, str, str, str]]:
     """(name, value, expected, unit) of a finding's evidence, as text."""
-    return [
-        (one_line(each.name), figure(each.value), figure(each.expected), one_line(each.unit)) for each in found.evidence
-    ]
+    return [(one_line(each.name), *observed(each)) for each in found.evidence]
 
 
 def _first_finding(report: CapsuleReport) -> Finding | None:
