@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ FORMAT = "training log"
 _SEARCHED = 4 * MIB
 #: Bytes of a line that readers see; no line of a program is longer, and patterns stay quick.
 _SEEN = 16 * 1024
+#: Lines that are looked through at once for what any reader knows.
+_LINES = 256
 #: Bytes of such lines that are looked at where a sign needs certain bytes: a log has a sign in its first ones.
 _SIGNED = 256 * 1024
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -58,7 +61,34 @@ def read(source: Source, out: Run) -> None:
     known = programs()
     readers = [program.Lines(log) for program in known]
     used = [0] * len(readers)
-    asked = [(at, reader, reader.marks, reader.take) for at, reader in enumerate(readers)]
+    for lines in _batches(source, out):
+        # Most marks are in none of so many lines: those that are in one are looked for line by line.
+        block = b"\n".join(lines)
+        found = [(at, each, [mark for mark in each.marks if mark in block]) for at, each in enumerate(readers)]
+        asked = [(at, each, marks, each.take) for at, each, marks in found if marks or each.open]
+        for raw in lines if asked else ():
+            line = ""
+            for at, reader, marks, take in asked:
+                for mark in marks:
+                    if mark in raw:
+                        break
+                else:
+                    if not reader.open:
+                        continue
+                line = line or log.owner(raw[:_SEEN].decode("utf-8", "replace"))
+                if take(line):
+                    used[at] += 1
+                    break
+    for reader in readers:
+        reader.close()
+    names = [program.FORMAT for program, lines in zip(known, used, strict=True) if lines and program.FORMAT]
+    out.format = f"log of {', '.join(names)}" if names else FORMAT
+
+
+def _batches(source: Source, out: Run) -> Iterator[list[bytes]]:
+    """Lines as a program printed them, without colours and boxes, some at a time; a torn last one is left out."""
+    lines: list[bytes] = []
+    size = 0
     for raw in source.lines():
         if source.unended and raw[-1:] not in _CLOSED:
             out.note("the last line has no end: it may be torn, and was left out")
@@ -67,22 +97,13 @@ def read(source: Source, out: Run) -> None:
             raw = _unboxed(raw)
         if b"\x1b" in raw:
             raw = _ANSI.sub(b"", raw)
-        line = ""
-        for at, reader, marks, take in asked:
-            for mark in marks:
-                if mark in raw:
-                    break
-            else:
-                if not reader.open:
-                    continue
-            line = line or log.owner(raw[:_SEEN].decode("utf-8", "replace"))
-            if take(line):
-                used[at] += 1
-                break
-    for reader in readers:
-        reader.close()
-    names = [program.FORMAT for program, lines in zip(known, used, strict=True) if lines and program.FORMAT]
-    out.format = f"log of {', '.join(names)}" if names else FORMAT
+        lines.append(raw)
+        size += len(raw)
+        if len(lines) >= _LINES or size >= MIB:
+            yield lines
+            lines, size = [], 0
+    if lines:
+        yield lines
 
 
 def _known(part: bytes) -> bool:
