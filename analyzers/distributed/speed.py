@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, rule
@@ -122,10 +123,20 @@ def _losses(timing: Timing, where: Layout | None) -> dict[int, dict[int, tuple[f
     for piece in _pieces(timing):
         own = timing.own[piece]
         for peers in _peers(sorted(own), where):
-            values = np.array([own[rank] for rank in peers])
-            for at, rank in enumerate(peers):
-                found[rank][piece] = (float(values[at]), float(np.median(np.delete(values, at))))
+            values = np.array([own[rank] for rank in peers], np.float64)
+            for rank, mine, others in zip(peers, values.tolist(), _medians_of_others(values).tolist(), strict=True):
+                found[rank][piece] = (mine, others)
     return found
+
+
+def _medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64[N] of float64[N ≥ 2]: for each value the median of all but it, from one sorting."""
+    order = np.argsort(values)
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values))
+    ordered, middle = values[order], ((len(values) - 2) // 2, (len(values) - 1) // 2)
+    low, high = (ordered[at + (at >= place)] for at in middle)
+    return (low + high) / 2
 
 
 def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
@@ -135,11 +146,15 @@ def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
     alone = len(timing.own) == 1 and not timing.steps  # a mean a rank
     found: list[_Slow] = []
     for rank, each in losses.items():
+        most = max(pieces, len(each))
+        slow = _judge(timing, rank, each, T.PERSISTENT * most)
+        if slow is None:  # as nearly all of a thousand ranks
+            continue
         noise = _noise(losses, rank)
         if not alone and pieces < min(T.NOISY_PIECES, T.FEWEST_PIECES + int(T.PIECES_PER_NOISE * noise)):
             continue
-        persistent = T.PERSISTENT if noise <= T.NOISE else T.PERSISTENT_IN_NOISE
-        slow = _judge(timing, rank, each, persistent * max(pieces, len(each)))
+        if noise > T.NOISE:
+            slow = _judge(timing, rank, each, T.PERSISTENT_IN_NOISE * most)
         # A rank that reads for its peers is late with its input by design.
         if slow is not None and not (
             slow.inputs and where is not None and (where.has("tensor") or where.has("context"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmconsole.analyzers.distributed import speed
 from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.runner import analyze
@@ -346,3 +347,11 @@ class TestInputBetweenSteps:
         for seed in range(30):
             noise = np.random.default_rng(seed).lognormal(4.0, 0.8, (8, 4))
             assert said(STRAGGLER, self.loop(lambda s, r: 1, lambda s, r, n=noise: n[s, r], 4, 8)) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 9])
+def test_the_median_of_the_others_leaves_each_out_once(ranks: int) -> None:
+    for seed in range(20):
+        values = np.round(np.random.default_rng(seed).random(ranks), 1)  # with ties
+        expected = [float(np.median(np.delete(values, at))) for at in range(ranks)]
+        assert speed._medians_of_others(values).tolist() == pytest.approx(expected)
