@@ -96,10 +96,10 @@ class StackTable:
         members = tuple(map(id, listed))
         known = self._by_members.get(members)
         if known is None:
-            if len(self._by_members) >= MOST_STACKS:
-                self.left_out += 1
-                return 1
-            known = self._by_members[members] = self._content([self._named(each) for each in listed])
+            # A file that shares no frames has new ones with each event: then only what they say counts.
+            known = self._content([self._named(each) for each in listed])
+            if len(self._by_members) < MOST_STACKS:
+                self._by_members[members] = known
         return known
 
     def stacks(self) -> Stacks:
@@ -110,7 +110,9 @@ class StackTable:
     def _named(self, frame: Any) -> Named:
         known = self._by_frame.get(id(frame))
         if known is None:
-            known = self._by_frame[id(frame)] = _named(frame)
+            known = _named(frame)
+            if len(self._by_frame) < MOST_FRAMES:
+                self._by_frame[id(frame)] = known
         return known
 
     def _content(self, frames: list[Named]) -> int:
@@ -125,7 +127,7 @@ class StackTable:
         category = next((CATEGORIES.index(name) for bit, name in _ORDER if together & bit), 0)
         known = self._by_content.get((*kept, category))
         if known is None:
-            if len(self._frames) + len(kept) > MOST_FRAMES:
+            if len(self._by_content) >= MOST_STACKS or len(self._frames) + len(kept) > MOST_FRAMES:
                 self.left_out += 1
                 return 1
             known = self._by_content[*kept, category] = len(self._category)

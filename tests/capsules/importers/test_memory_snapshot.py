@@ -508,6 +508,20 @@ class TestAHostileFile:
         assert len(history.blocks) == 2000
         assert any("more stack traces" in each for each in notes.notes)
 
+    def test_that_shares_no_frames_keeps_its_stacks(self, monkeypatch: pytest.MonkeyPatch):
+        """Other programs than torch write each event's frames anew: two lines of code stay two stacks."""
+        monkeypatch.setattr(frames, "MOST_STACKS", 500)
+        monkeypatch.setattr(frames, "MOST_FRAMES", 500)
+        events = [
+            {"action": "alloc", "addr": n * 512, "size": 1, "stream": 0}
+            | {"frames": [{"name": "f", "filename": "x.py", "line": 1 + n % 2}]}
+            for n in range(2000)
+        ]
+        notes = Notes()
+        [history] = histories({"device_traces": [events]}, notes.note)
+        assert sorted(int((history.stack == each).sum()) for each in (2, 3)) == [1000, 1000]
+        assert not any("more stack traces" in each for each in notes.notes)
+
     def test_torn_anywhere_or_with_a_call_in_it_is_refused_with_one_line(self, tmp_path: Path):
         whole = pickle.dumps(small().snapshot())
         for share in (0.3, 0.9, 0.999):
