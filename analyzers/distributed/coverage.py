@@ -57,17 +57,13 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
     said = "no rank of theirs can be judged, nor can it be said that it is at fault or not"
     yield Finding(
         title=f"No evidence on the collectives of {named_ranks(absent)}",
-        summary=f"{len(known.spoke)} of {len(expected)} ranks left evidence on collectives; of {named_ranks(absent)} "
-        "nothing is known: neither that they are at fault nor that they are not.",
+        summary=f"No evidence of {named_ranks(absent)}: neither guilty nor cleared; "
+        f"{len(known.spoke)} of {len(expected)} ranks left evidence on collectives.",
         confidence="confirmed",
         evidence=(
             Evidence(name="ranks_with_evidence", value=len(known.spoke), expected=len(expected)),
-            Evidence(name="ranks_without_evidence", value=absent[:64], expected=[]),
-            *(
-                (Evidence(name="groups_without_evidence", value=[str(each) for each in dark[:16]], note=said),)
-                if dark
-                else ()
-            ),
+            Evidence(name="silent_ranks", value=absent[:64], expected=[], note="no evidence"),
+            *((Evidence(name="silent_groups", value=[str(each) for each in dark[:16]], note=said),) if dark else ()),
             *_begin(known),
         ),
         cause="the dumps were not written, not collected, or the processes were killed",
@@ -86,4 +82,4 @@ def _begin(known: Calls) -> tuple[Evidence, ...]:
     if first <= 1:
         return ()
     note = f"of {known.groups[group]}: calls before are not on record"
-    return (Evidence(name="first_call_on_record", value=first, expected=1, note=note),)
+    return (Evidence(name="first_on_record", value=first, expected=1, note=note),)

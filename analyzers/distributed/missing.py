@@ -9,6 +9,7 @@ from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotJudged, rule
 from .collectives import UNKNOWN
 from .diagnosis import Diagnosis, Missing, diagnosis
+from .standstill import of_a_moment
 from .waiting import Wait
 from .words import at_site, call_words, last_step, named_ranks
 
@@ -49,9 +50,11 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         A watchdog of a single rank, where nothing tells of others, leaves it undetermined, too.
         Each rank is held by its oldest call alone, also by ranks that are in it behind an older one. Where most ranks
         wait in a call that all are in, nobody is missing.
-        That the job stands still must be on record: a watchdog, a time-out that passed, a rank that died, dumps written
-        a time-out after the call began. Other dumps count unless every rank has its newest call in flight and none is
-        more than 3 calls behind; written in less than half of the time-out they leave it undetermined.
+        Dumps of some ranks alone, in which ranks wait for others without a dump, are left undetermined: silence would
+        read as health. That the job stands still must be on record: a watchdog, a time-out that passed, a rank that
+        died, dumps written a time-out after the call began. Other dumps count unless every rank has its newest call in
+        flight and none is more than 3 calls behind; written in less than half of the time-out they leave it
+        undetermined.
 
     Looks like it but is not:
         Later pipeline stages and other groups, which wait for a rank that waits: victims, and named as such. Dumps that
@@ -76,8 +79,11 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         yield from _alone(capsule, found)
     if found.all_inside is not None:
         yield _inside(capsule, found, found.all_inside)
+    elif (wait := _unseen(found)) is not None and not of_a_moment(capsule, found.calls, found.state):
+        yield _incomplete(capsule, found, wait)
     elif found.still is None and found.state.waits and not found.partings:
-        raise NotJudged("ranks are a few calls apart, and nothing says that the job stands still: a time-out would")
+        lacking = "of some there is no dump" if _unseen(found) is not None else "a time-out would"
+        raise NotJudged(f"ranks are a few calls apart, and nothing says that the job stands still: {lacking}")
 
 
 def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
@@ -90,11 +96,14 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     early = found.still is not None and found.still.open
     confidence: Confidence = "likely" if missing.decided and not early else "undetermined"
     evidence = [
-        Evidence(name="missing_ranks", value=list(ranks), expected=[], note=call),
-        Evidence(name="waiting_ranks", value=list(wait.waiting), note="entered the call and did not leave it"),
-        Evidence(name="sequence_number", value=wait.seq, note="first call of the group that is missing"),
+        Evidence(name="missing_ranks", value=list(ranks), expected=[], note=f"not in {_brief(call)}"),
+        Evidence(name="waiting_ranks", value=list(wait.waiting), note="entered it and did not leave it"),
+        Evidence(name="sequence_number", value=wait.seq, note="first call that is missing"),
         Evidence(name="group_ranks", value=list(calls.groups[wait.group].ranks), note=str(calls.groups[wait.group])),
     ]
+    if wait.silent:
+        note = "no evidence: may be missing, too"
+        evidence.insert(1, Evidence(name="silent_ranks", value=list(wait.silent), note=note))
     if wait.row != UNKNOWN and not wait.direct:
         evidence.append(Evidence(name="call", value=str(calls.call(row)), note=site.strip(" ()")))
     if not wait.direct:
@@ -115,8 +124,6 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     if victims := sorted((held | set(found.state.victims)) - {*wait.waiting, *ranks}):
         note = "have calls in flight behind those, or wait for a rank that waits: not at fault"
         evidence.append(Evidence(name="downstream_victims", value=victims, note=note))
-    if wait.silent:
-        evidence.append(Evidence(name="ranks_without_evidence", value=list(wait.silent), note="cannot be judged"))
     if found.still is not None:
         evidence.append(Evidence(name="standstill", value=found.still.reason))
     verb = "skipped" if missing.skipped != UNKNOWN else "did not enter" if not wait.direct else "did not answer"
@@ -124,11 +131,14 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     waiting = f"{named_ranks(wait.waiting)} {'waits' if len(wait.waiting) == 1 else 'wait'} in it"
     also = f"; {behind} entered it and completed less than the others, too" if behind else ""
     undecided = "; the job may as well run, with a slow rank" if early else ""
+    unseen = named_ranks(wait.silent) if wait.silent else ""
+    they = "it" if len(wait.silent) == 1 else "they"
+    also += f"; of {unseen} there is no evidence: {they} may be missing, too" if unseen else ""
     undecided = (
         undecided if missing.decided else "; whether that call is missing there or one too many here is not decided"
     )
     return Finding(
-        title=f"{who.capitalize()} {verb} {call}",
+        title=f"{who.capitalize()} {verb} {call}" + (f"; {unseen} left no evidence" if unseen else ""),
         summary=f"{who.capitalize()} {verb} {call}{site}, and {waiting}{also}{undecided}.",
         confidence=confidence,
         where=Where(step=last_step(capsule), rank=ranks[0] if confidence == "likely" else None, order=wait.seq),
@@ -138,6 +148,7 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
             f"look at the stack and the log of {who} (py-spy dump --pid …), not at those of the ranks that wait",
             "see whether it died, reads data, holds the interpreter's lock, or its device failed",
         )
+        + ((f"get the evidence of {unseen}, too: {they} may be just as guilty",) if unseen else ())
         + (() if missing.decided else ("record call sites (TORCH_NCCL_TRACE_CPP_STACK, frames) and a third rank",)),
         fix=("make every rank of the group enter the call; leave the time-out as it is",),
     )
@@ -149,22 +160,61 @@ def _words(found: Diagnosis, wait: Wait, row: int) -> str:
     return call_words(found.calls, row, direct=wait.direct)
 
 
+def _brief(call: str) -> str:
+    """A call in words, without the name of its group, which is as wide as a column."""
+    return call.partition(" of ")[0].partition(" in ")[0]
+
+
 def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     """All ranks of which there is evidence are in the call; only others can be missing."""
     wait = missing.wait
     call = _words(found, wait, wait.row)
     who, site = named_ranks(wait.silent), at_site(found.calls, wait.row, direct=wait.direct)
+    waiting = f"{named_ranks(wait.waiting).capitalize()} {'waits' if len(wait.waiting) == 1 else 'wait'}"
     return Finding(
         title=f"Every rank with evidence waits in {call}",
-        summary=f"{named_ranks(wait.waiting).capitalize()} wait in {call}{site}; "
-        f"only {who} can be missing, of which there is no evidence.",
+        summary=f"{waiting} in {call}{site}; only {who} can be missing, of which there is no evidence.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), order=wait.seq),
         evidence=(
-            Evidence(name="ranks_without_evidence", value=list(wait.silent), expected=[]),
-            Evidence(name="waiting_ranks", value=list(wait.waiting), note=call),
+            Evidence(name="silent_ranks", value=list(wait.silent), expected=[], note="no evidence"),
+            Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {_brief(call)}"),
         ),
         next=(f"find the dump, the log and the exit status of {who}: a process that was killed leaves no dump",),
+    )
+
+
+def _unseen(found: Diagnosis) -> Wait | None:
+    """The first call in which ranks wait for members without a dump, where nothing else is known of their job."""
+    if found.still is not None or found.partings or found.state.culprits or not found.calls.dumped:
+        return None
+    return next((each for each in found.state.waits if each.silent and not each.absent), None)
+
+
+def _incomplete(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
+    """Dumps of some ranks alone show calls in flight, and what these wait for lies in the other ranks' dumps."""
+    calls = found.calls
+    unseen = [each for each in found.state.waits if each.silent and not each.absent]
+    held = sorted({rank for each in unseen for rank in each.waiting})
+    silent = sorted({rank for each in unseen for rank in each.silent})
+    # A rank that left no dump may wait itself: all of them are needed, and not those alone that are waited for.
+    absent = sorted(set(range(calls.world)).union(silent) - calls.spoke)
+    call, who = _words(found, wait, wait.row), named_ranks(absent)
+    have = "1 rank has calls" if len(held) == 1 else f"{len(held):,} ranks have calls"
+    return Finding(
+        title=f"{have} in flight that wait for {named_ranks(silent)}, of which there is no dump",
+        summary=f"{have} in flight that wait for {named_ranks(silent)}: get the dumps of {who}. Without them it is "
+        f"not decided whether the job hangs, nor where; the oldest is {call}"
+        f"{at_site(calls, wait.row, direct=wait.direct)}.",
+        severity="warning",
+        confidence="undetermined",
+        where=Where(step=last_step(capsule), order=wait.seq),
+        evidence=(
+            Evidence(name="silent_ranks", value=absent[:64], expected=[], note="no dump"),
+            Evidence(name="waiting_ranks", value=held, note="have calls in flight"),
+            Evidence(name="oldest call", value=_brief(call), note=str(calls.groups[wait.group])),
+        ),
+        next=(f"get the dumps of {who} and analyze all dumps together",),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ..runtime import GAVE_UP
 from . import thresholds as T
 from .collectives import Calls
 from .waiting import Waiting, newest_in_flight
@@ -21,15 +22,6 @@ from .words import named_ranks
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
-#: What a rank says when another one is gone, or did not come: consequences of what happened elsewhere.
-GAVE_UP: Final = re.compile(
-    r"timed?[ -]?out|watchdog|heartbeat monitor|connection (?:was )?(?:closed|reset|refused)|broken pipe|peer closed"
-    r"|closed by (?:peer|remote)|socket (?:closed|error|timeout)|recv(?:Value|Bytes)? failed|TCPStore"
-    r"|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted"
-    r"|NCCL (?:error|operation).{0,80}(?:abort|remote)|op\.preamble"
-    r"|Detected mismatch between collectives|collective operation|failed to pass monitoredBarrier",
-    re.IGNORECASE,
-)
 #: What a rank says that the launcher, the scheduler or a person ended.
 STOPPED: Final = re.compile(r"SIGTERM|signal 15|KeyboardInterrupt|SIGINT|SIGUSR|SIGHUP", re.IGNORECASE)
 #: Ends of a process that others wait for in vain.
@@ -114,6 +106,13 @@ def _age(calls: Calls, state: Waiting) -> tuple[float, float]:
     limit = float(table.timeout[row])
     limit = limit if np.isfinite(limit) and limit > 0 else T.NCCL_TIMEOUT_S
     return max(calls.written.values()) - began[first], limit
+
+
+def of_a_moment(capsule: Capsule, calls: Calls, state: Waiting) -> bool:
+    """Whether the evidence was asked for, or written long before a time-out: the job may well run."""
+    trigger = capsule.trigger
+    age, limit = _age(calls, state)
+    return (trigger is not None and trigger.kind in _ON_DEMAND) or 0 <= age < T.TOO_EARLY * limit
 
 
 def last_exits(capsule: Capsule) -> dict[int, dict[str, Any]]:

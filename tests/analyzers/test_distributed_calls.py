@@ -368,7 +368,47 @@ def test_a_rank_without_dump_is_the_only_one_left_and_is_not_accused(build: Any)
     del played.calls[3]
     (found,) = loud(build(lambda w: played.write(w), {"run": {"world_size": 4}}))
     assert (found.confidence, found.where.rank) == ("undetermined", None)
-    assert value(found, "ranks_without_evidence") == [3]
+    assert value(found, "silent_ranks") == [3]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "age", "expected"),
+    [({}, None, "warning"), ({}, 5.0, None), ({}, 500.0, "warning"), ({"trigger": {"kind": "signal"}}, None, None)],
+)
+def test_dumps_of_half_of_the_ranks_that_wait_for_the_other_half_are_no_health(
+    build: Any, manifest: dict[str, Any], age: float | None, expected: str | None
+) -> None:
+    played = play(same(4), stuck=lambda rank, at: rank == 3 and at >= 8)
+    for rank in (2, 3):
+        del played.calls[rank]
+    for rank in (0, 1):  # a send of each to a rank without a dump, as between pipeline stages
+        last = played.calls[rank][-1]
+        last |= {"op": "send", "p2p": True, "peer": rank + 2}
+    began = max(made[-1]["t_created"] for made in played.calls.values())
+
+    def fill(w: Any) -> None:
+        played.write(w)
+        for rank in (0, 1) if age is not None else ():
+            w.record("ranks", {"dump": True, "last_seq": {"0": 9}, "dumped": began + (age or 0.0)}, rank=rank)
+
+    found = report(build(fill, manifest | {"run": {"world_size": 4}}))
+    said = [each for each in found.findings if each.severity != "info"]
+    assert [each.severity for each in said] == [expected] * bool(expected)
+    if expected:
+        assert (said[0].rule, said[0].confidence, said[0].where.rank) == (MISSING, "undetermined", None)
+        assert "get the dumps of ranks 2 and 3" in said[0].summary
+    else:
+        assert MISSING in [each.rule for each in found.skipped]
+
+
+def test_a_member_without_a_dump_beside_a_missing_one_may_be_as_guilty(build: Any) -> None:
+    played = play(same(6), stuck=lambda rank, at: rank in (3, 4) and at >= 8)
+    del played.calls[4]
+    (found,) = loud(build(lambda w: played.write(w), {"run": {"world_size": 6}}))
+    assert (found.confidence, found.where.rank, value(found, "missing_ranks")) == ("likely", 3, [3])
+    assert "of rank 4 there is no evidence: it may be missing, too" in found.summary
+    assert any("rank 4" in each for each in found.next)
+    assert "rank 4" in found.title
 
 
 def test_of_two_ranks_the_absent_one_is_named_and_not_accused(said: Any) -> None:
@@ -449,7 +489,7 @@ def test_ranks_without_evidence_are_listed_as_unknown(build: Any) -> None:
     del played.calls[2]
     (found,) = report(build(lambda w: played.write(w))).findings
     assert (found.rule, found.severity, found.kind) == (COVERAGE, "info", "hygiene")
-    assert value(found, "ranks_without_evidence") == [2]
+    assert value(found, "silent_ranks") == [2]
 
 
 @pytest.mark.quiet(COVERAGE)
@@ -525,6 +565,16 @@ def test_dumps_of_a_real_job_name_the_ranks_in_which_faults_were_injected(
     assert set(value(found, "downstream_victims")) >= set(range(8))
     slow = [each.note[:7] for each in found.evidence if each.name == "last_completed"]
     assert slow == (["rank 14"] if missing == [12] else [])
+
+
+@pytest.mark.parametrize("ranks", [range(8), range(1)])
+def test_dumps_of_some_ranks_of_a_real_job_ask_for_the_others(tmp_path: Path, ranks: range) -> None:
+    dumps = [real("nvrx/fr_traces/lock_gil_1st") / f"_dump_{rank}" for rank in ranks]
+    capsule = Capsule.open(import_job(dumps, tmp_path / "made", attach=False).path)
+    (found,) = loud(capsule)
+    assert (found.rule, found.severity, found.confidence) == (MISSING, "warning", "undetermined")
+    assert value(found, "waiting_ranks") == list(ranks)
+    assert f"get the dumps of ranks {len(ranks)} to 15" in found.summary
 
 
 def test_an_example_cut_down_to_one_finished_call_says_nothing_loud(tmp_path: Path) -> None:

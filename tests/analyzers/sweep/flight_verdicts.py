@@ -56,7 +56,7 @@ def of_capsule(capsule: Capsule) -> Verdict:
     ranks = next((evidence[name].value for name in _RESPONSIBLE if name in evidence and evidence[name].value), [])
     if not ranks and chosen.where.rank is not None:
         ranks = [chosen.where.rank]
-    silent = evidence["ranks_without_evidence"].value if "ranks_without_evidence" in evidence else []
+    silent = evidence["silent_ranks"].value if "silent_ranks" in evidence else []
     sure = chosen.confidence != "undetermined" and chosen.where.rank is not None
     return Verdict(frozenset(ranks), frozenset(calls), sure, frozenset(silent), chosen.rule, chosen.summary)
 
