@@ -39,6 +39,7 @@ class Traced:
         stacks: the profiler recorded Python's stacks, which slows the host.
         loader: what the trace calls the wait for data.
         top: operation → (milliseconds, calls), the longest first.
+        busy: share of the time from the device's first to its last work in the whole trace; NaN where it is not told.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Traced:
     stacks: bool
     loader: str
     top: Mapping[str, tuple[float, int]]
+    busy: float
 
     def share(self, part: str) -> float:
         """The share of the time that a part takes; NaN where the trace does not tell."""
@@ -88,11 +90,15 @@ class Traced:
         """Where the time goes, part by part."""
         names = {"compute_ms": "computing", "communication_ms": "communication not hidden", "copy_ms": "copying"}
         names["idle_ms"] = "idle"
-        return tuple(
+        found = tuple(
             Evidence(name=name, value=round(self.share(part), 4), unit="of the step")
             for part, name in names.items()
             if math.isfinite(self.share(part))
         )
+        if not math.isfinite(self.busy):
+            return found
+        note = "of the whole trace, copies too, as profilers show it: what comes before and after is left out"
+        return (*found, Evidence(name="busy from first to last work", value=round(self.busy, 4), note=note))
 
     def where_from(self) -> str:
         """Which steps these are, for a summary."""
@@ -199,6 +205,7 @@ def _added(rank: int, records: list[dict[str, Any]]) -> Traced:
         kernels=sum(int(each.get("kernels") or 0) for each in kept),
         stacks=any(isinstance(each, dict) and each.get("with_stack") is True for each in profilers),
         loader=next((str(each["loader"]) for each in kept if each.get("loader")), ""),
+        busy=_ms(kept[0].get("busy_first_to_last")),
         top=dict(sorted(top.items(), key=lambda each: -each[1][0])),
     )
 

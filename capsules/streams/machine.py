@@ -193,6 +193,8 @@ class Profile(Record):
     idle_sync_ms: float | None = None
     idle_gaps_ms: float | None = None
     overhead_ms: float | None = None
+    # share of the time from the device's first to its last work in the whole trace, copies too, in which it has some
+    busy_first_to_last: float | None = None
     # of a torn trace: share of the launches without device work, or of that work without its launch
     lost: float | None = None
     kernels: Count | None = None

@@ -449,3 +449,11 @@ class TestMonitorFiles:
         held = [(each, 70_000) for each, _ in night]  # the job is there all the time
         (finding,) = analyze(watched(smi=[held]), [rule_named("performance/gpu-idle")]).findings
         assert "in use 32% of the time" in finding.summary
+
+
+def test_what_a_profiler_calls_utilisation_stands_beside_the_shares_of_the_steps(judge: Judge):
+    """Four steps of 10 ms load for 4 and compute for 5: 20 of 40 ms, and 20 of 35 from first to last kernel."""
+    (finding,) = judge(drawn(data=4, compute=5)).findings
+    told = {each.name: each.value for each in finding.evidence}
+    assert told["computing"] == pytest.approx(20 / 40, abs=0.01)
+    assert told["busy from first to last work"] == pytest.approx(20 / 35, abs=1e-3)

@@ -97,7 +97,9 @@ def read(source: Source, out: Run) -> None:
     if timeline.stacks:
         profiler["with_stack"] = True
     records = [{**measured.record(each), "t": clock.unix(each.begin), "profiler": profiler} for each in windows]
+    busy = measured.utilization()
     for record, window in zip(records, windows, strict=True):
+        record["busy_first_to_last"] = busy
         if trace.torn and (lost := measured.lost(window)) is not None:
             record["lost"] = lost
         out.record("profile", record, rank)

@@ -111,6 +111,19 @@ class Measured:
         at = np.minimum(np.searchsorted(links, wanted), len(links) - 1)
         return np.where((links[at] == wanted) & (wanted > 0), called[at], self.start)
 
+    def utilization(self) -> float | None:
+        """Share of the time from the device's first to its last work (copies too) in which it has some.
+
+        What profilers show as utilisation: it leaves out what comes before the first work and after the last.
+        """
+        shares: list[float] = []
+        for device in self.devices:
+            busy = _joined(self._spans[device, COMPUTE], self._spans[device, COMMUNICATION])
+            busy = _joined(busy, self._spans[device, COPY])
+            if len(busy):
+                shares.append(total(busy) / max(float(busy[-1, 1] - busy[0, 0]), 1e-9))
+        return float(np.mean(shares)) if shares else None
+
     def lost(self, window: Window) -> float | None:
         """Share of a window's launches whose device work is not in the trace, or of its work without its launch.
 
