@@ -58,7 +58,7 @@ class MemoryView(View):
         with VerticalScroll(can_focus=False):
             yield Static(" reading …", id="ledger", markup=False)
         yield Static("", id="stacks", markup=False)
-        yield Timeline("allocator", id="allocator")
+        yield Timeline("allocator", problem="reading …", id="allocator")
 
     def reload(self) -> None:
         """All parts."""

@@ -57,7 +57,7 @@ class TimelinesView(View):
     def compose(self) -> ComposeResult:
         """One panel a series."""
         for index in range(min(_PANELS, len(self._names))):
-            yield Timeline(self._names[index], id=f"panel-{index}")
+            yield Timeline(self._names[index], problem="reading …", id=f"panel-{index}")
 
     def on_mount(self) -> None:
         """The lowest panel has the axis of steps."""

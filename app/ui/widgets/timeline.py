@@ -103,14 +103,22 @@ class Timeline(Widget):
             """The widget, for selectors."""
             return self.timeline
 
-    def __init__(self, name: str, *, charset: Charset | None = None, steps: bool = True, id: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        charset: Charset | None = None,
+        steps: bool = True,
+        problem: str = "",
+        id: str | None = None,
+    ) -> None:
         super().__init__(id=id)
         self.series = name
         self.charset: Charset = charset or ("braille" if terminal.speaks_unicode() else "ascii")
         self.steps = steps  # whether the lowest line is the axis of steps
         self.window = Window()
         self.log_axis = False
-        self.problem = ""
+        self.problem = problem  # what stands in the place of curves: before the first answer, that it is on its way
         self.marked = False  # whether it is the one that keys act on
         self._curves: Sequence[Curve] = ()
         self._marks: Sequence[EventMark] = ()

@@ -15,6 +15,7 @@ from llmconsole.app.ui.screens.choosing import ChooseScreen
 from llmconsole.app.ui.views.timelines import TimelinesView
 from llmconsole.app.ui.widgets.rows import Rows
 from llmconsole.app.ui.widgets.timeline import Timeline
+from textual.app import App, ComposeResult
 
 from .conftest import Make, Until
 from .test_home import lines
@@ -136,5 +137,22 @@ def test_brackets_lead_to_the_neighbours_in_the_list_on_the_same_view(
             await pilot.press("escape")
             await until(pilot, lambda: console.screen is console.home, "home, no stack of screens")
             assert console.home.query_one("#capsules", Rows).selected.item.name == seen[1], "the cursor went along"
+
+    asyncio.run(scenario())
+
+
+def test_a_curve_that_is_on_its_way_is_not_called_unrecorded() -> None:
+    class Two(App[None]):
+        def compose(self) -> ComposeResult:
+            yield Timeline("allocator", problem="reading …")
+            yield Timeline("loss")
+
+    async def scenario() -> None:
+        async with Two().run_test(size=(60, 10)) as pilot:
+            on_its_way, without = pilot.app.query(Timeline)
+            assert "reading …" in on_its_way.render_line(0).text
+            on_its_way.show([])
+            assert "not recorded" in on_its_way.render_line(0).text
+            assert "not recorded" in without.render_line(0).text
 
     asyncio.run(scenario())
