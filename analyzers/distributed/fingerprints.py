@@ -103,9 +103,10 @@ def _unused(capsule: Capsule) -> tuple[Evidence, ...]:
     named = [each for each in capsule.records("events") if each.get("kind") == "unused_parameters"]
     return tuple(
         Evidence(
-            name=f"rank_{each['rank']}_unused_parameters",
+            name="unused_parameters",
             value=len(each["missing"]) if isinstance(each.get("missing"), list) else None,
-            note=", ".join(map(str, each["missing"][:3])) if isinstance(each.get("missing"), list) else "",
+            note=f"rank {each['rank']}"
+            + (f": {', '.join(map(str, each['missing'][:3]))}" if isinstance(each.get("missing"), list) else ""),
         )
         for each in named[:2]
     )

@@ -13,12 +13,13 @@ from .alignment import Parting
 from .diagnosis import Diagnosis, Missing, diagnosis
 from .fingerprints import fingerprint_finding
 from .signatures import same_count
+from .sizes import size_finding
 from .words import at_site, call_words, last_step, named_ranks
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
-_NEEDS = ("records.collectives|records.events.other_rank|records.events.last_enqueued",)
+_NEEDS = ("records.collectives|records.events.other_rank|records.events.last_enqueued|records.events.received",)
 
 
 @rule(
@@ -32,8 +33,8 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
     """Ranks call different collectives where they should call the same one.
 
     What it checks:
-        Operation, dtype and sizes of the calls of each group, aligned over its ranks; and the fingerprints that
-        TORCH_DISTRIBUTED_DEBUG=DETAIL prints.
+        Operation, dtype and sizes of the calls of each group, aligned over its ranks; the fingerprints that
+        TORCH_DISTRIBUTED_DEBUG=DETAIL prints; and Gloo's error that more bytes came than a call awaits.
 
     Why it matters:
         Ranks that call different things hang, fail, or, where the sizes happen to fit, exchange numbers that belong to
@@ -43,7 +44,8 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
         The first number at which the calls of a group differ; the minority there deviates. Its further calls are
         compared with the majority's after one call is replaced, after some are skipped, added or exchanged, and the
         edit after which most agrees is named, once. Three ranks are needed to outvote one; in smaller groups the other
-        groups of the same purpose decide. Else undetermined, with both sides. Warning where the calls ended and only
+        groups of the same purpose decide. Else undetermined, with both sides; and so where only Gloo's error is left,
+        since the rank that it ends is the one that received. Warning where the calls ended and only
         their spelling or the arrangement of equally many elements differs.
 
     Looks like it but is not:
@@ -68,7 +70,7 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
         if not conditional_end(found, added):
             said = True
             yield added_finding(capsule, found, added)
-    if not said and (finding := fingerprint_finding(capsule, found)) is not None:
+    if not said and (finding := fingerprint_finding(capsule, found) or _by_size(capsule, found)) is not None:
         yield finding
 
 
@@ -112,6 +114,11 @@ def rank_conditional(capsule: Capsule) -> Iterator[Finding]:
         wait = added.wait
         if conditional_end(found, added):
             yield _conditional(capsule, found, wait.waiting, wait.row, wait.group, wait.absent)
+
+
+def _by_size(capsule: Capsule, found: Diagnosis) -> Finding | None:
+    """What Gloo's error says, where no call on record says more."""
+    return None if found.partings or found.added or found.state.waits or found.circles else size_finding(capsule)
 
 
 def conditional(found: Diagnosis, parting: Parting) -> bool:
@@ -209,7 +216,7 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
         )
     if further := found.also.get(parting):
         names = [str(calls.groups[each]) for each in further[:8]]
-        evidence.append(Evidence(name="groups_that_part_later", value=names, note="follow from the first"))
+        evidence.append(Evidence(name="groups_part_later", value=names, note="follow from the first"))
     mild = parting.ended and (parting.edit == "op" or _same_count(found, parting))
     if parting.ended:
         note = "the calls ended nevertheless" + ("" if mild else ": ranks went on with what belongs to other tensors")
@@ -230,11 +237,26 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
         cause=f"{who} took another path through the program than {most}",
         next=(
             f"compare what leads to this call on {who} and on rank {parting.others[0]}: batch, branch, version",
-            "`llmconsole shrink` writes a script of two ranks with that one call",
+            "a script of two ranks with that one call: llmconsole shrink CAPSULE",
         )
         + (("record a third rank, or the calls from the start",) if undecided else ()),
-        fix=("make the same call with the same dtype and sizes on all ranks of the group",),
+        fix=(_fix(parting, who, undecided=undecided),),
     )
+
+
+def _fix(parting: Parting, who: str, *, undecided: bool) -> str:
+    """What to change, by what the ranks did otherwise."""
+    if undecided:
+        return "make the same calls, with the same dtype and sizes, on both sides"
+    those, them = ("these calls", "them") if parting.length > 1 else ("the call", "it")
+    return {
+        "skipped": f"let {who} make {those}, too, or let no rank of the group do so",
+        "added": f"leave {those} out on {who}, or let every rank of the group make {them}",
+        "exchanged": "make the calls in one order on all ranks of the group",
+        "op": "make the same operation on all ranks of the group",
+        "dtype": f"give {who} the dtype of the others: cast before the call, or set one precision for all ranks",
+        "shape": f"give {who} the size of the others: pad to a common size, or exchange the sizes before the call",
+    }[parting.edit]
 
 
 def _same_count(found: Diagnosis, parting: Parting) -> bool:

@@ -65,7 +65,7 @@ def checkpointing_with_cache(capsule: Capsule) -> Iterator[Finding]:
         summary=f"activation_checkpointing is {on} and use_cache is true in a training job.{measured}",
         evidence=(
             Evidence(name="use_cache", value=True, expected=False),
-            Evidence(name="activation_checkpointing", value=on),
+            Evidence(name="checkpointing", value=on, note="training.activation_checkpointing"),
             *([Evidence(name="kv_cache", value=cache, expected=0, unit="B")] if cache else []),
         ),
         cause="the forward pass returns a cache of keys and values that training has no use for",

@@ -68,6 +68,8 @@ def test_a_skipped_call_is_named_once_and_not_every_call_after_it(said: Any, ran
     assert (found.rule, found.where.rank, found.confidence) == (MISMATCH, 2, "confirmed")
     assert (value(found, "deviating_ranks"), value(found, "sequence_number")) == ([2], 13)
     assert (value(found, "skipped_calls"), "train.py:13" in found.summary) == (1, frames)
+    assert found.fix == ("let rank 2 make the call, too, or let no rank of the group do so",)
+    assert any(each.endswith("llmconsole shrink CAPSULE") for each in found.next)
 
 
 def test_among_equal_calls_in_a_row_the_call_sites_tell_which_was_skipped(said: Any) -> None:
@@ -85,6 +87,7 @@ def test_an_added_call_is_named_with_its_line(said: Any) -> None:
     (found,) = said(play(programs, depth=8))
     assert (found.rule, found.where.rank, value(found, "sequence_number")) == (MISMATCH, 1, 17)
     assert value(found, "added_calls") == 1
+    assert found.fix[0].startswith("leave the call out on rank 1")
     assert "train.py:77" in found.summary
 
 
@@ -100,6 +103,7 @@ def test_another_size_dtype_or_operation_is_named(said: Any, change: Any, words:
     assert (found.rule, found.where.rank, value(found, "sequence_number")) == (MISMATCH, 3, 12)
     assert words in found.title
     assert "train.py:12" in found.summary
+    assert words in found.fix[0]
 
 
 def test_two_calls_exchanged_in_one_group_are_no_two_mismatches(said: Any) -> None:
