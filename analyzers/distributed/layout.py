@@ -88,6 +88,8 @@ def layout(capsule: Capsule) -> Layout | None:
     shared = math.prod(sizes.get(axis, 1) for axis in SHARING)
     if world % shared or (data is not None and data * shared != world and data != world):
         return None
+    if data is None and shared == 1 and not _reduces(capsule) and _sends(capsule):
+        return None  # stages of a pipeline of which nothing tells
     ordered = [
         ("pipeline", sizes.get("pipeline", 1)),
         ("data", world // shared),
@@ -96,6 +98,10 @@ def layout(capsule: Capsule) -> Layout | None:
     ]
     known = (data is not None and data > 1) or shared > 1 or _reduces(capsule)
     return _of_mesh(ordered, world, odd, known, sizes.get("expert", 1) > 1 or "expert" in groups)
+
+
+def _sends(capsule: Capsule) -> bool:
+    return any(each.get("p2p") is True for each in capsule.records("collectives"))
 
 
 def world_size(capsule: Capsule) -> int:

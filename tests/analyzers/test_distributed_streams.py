@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from llmconsole.analyzers.distributed.layout import layout
 from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.runner import analyze
@@ -96,3 +97,11 @@ def test_all_in_one_call_is_said_where_its_time_out_passed_and_blames_nobody(
 def test_dumps_of_one_moment_do_not_make_a_rank_between_two_calls_missing(judged: Judge) -> None:
     calls: list[Call] = [("0", range(4), "all_reduce", ended, None) for ended in (True, True, True, False)]
     assert judged([calls, calls, calls, calls[:-1]], age=0.02) == []
+
+
+def test_ranks_that_only_send_to_each_other_have_no_layout_by_which_replicas_could_be_told(build: Any) -> None:
+    def fill(w: Any) -> None:
+        for rank in range(4):
+            w.record("collectives", {"group": "0", "seq": 1, "op": "send", "p2p": True, "peer": 3 - rank}, rank=rank)
+
+    assert layout(build(fill)) is None
