@@ -30,12 +30,15 @@ def not_replayable(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         An item is missing where none of the evidence it stands for is in the capsule. Info, and no divergence.
     Looks like it but is not:
-        A capsule that lacks a replay item and still holds enough for every rule that matters here.
+        A capsule that lacks a replay item and still holds enough for every rule that matters here. Raw files (logs,
+        dumps, traces, snapshots) never hold a step: of a capsule made of these nothing is said.
     What to try next:
         See the items with `llmconsole show`; hand what the recorder cannot find to it (tokenizer, config, cursor).
     Fix:
         Record the missing items in the next run.
     """
+    if _of_raw_files(capsule):
+        raise NotCaptured("a recording: raw files hold no step that could be run again")
     items = capsule.replay_items()
     absent = [item for item in items if not item.present]
     if not absent:
@@ -64,7 +67,8 @@ def damaged(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         Each piece of damage that the reader met, with what is lost and what could still be read. Where it is no more
         than writers that ended without sealing, and the appends they were in, the job was killed and the files are
-        sound: that is said instead, with the last step that was recorded.
+        sound: that is said instead, with the last step that was recorded, and with the finding of the stage distributed
+        that tells why the job ended, where there is one.
     Looks like it but is not:
         A recording that is still being written, whose last row is not complete yet.
     What to try next:
@@ -115,6 +119,8 @@ def _unclosed(capsule: Capsule, damage: tuple[Damage, ...], evidence: tuple[Evid
     torn = sum(each.torn for each in damage)
     cut = f"; {torn} unfinished last {'row was' if torn == 1 else 'rows were'} dropped" if torn else ""
     whose = "; ".join(each.what for each in damage[:3] if each.unsealed)
+    if (rule := _why(capsule)) is not None:
+        return _explained(damage, f"{reach}{cut}", evidence, rule, died=died)
     return Finding(
         title="The job ended without closing the recorder" if died else "The recorder fell silent without closing",
         summary=f"{reach}{cut}: {whose}.",
@@ -130,6 +136,40 @@ def _unclosed(capsule: Capsule, damage: tuple[Damage, ...], evidence: tuple[Evid
         ),
         fix=("none for the steps after the last flush: all before it was read",),
     )
+
+
+def _explained(
+    damage: tuple[Damage, ...], reach: str, evidence: tuple[Evidence, ...], rule: str, *, died: bool
+) -> Finding:
+    """Ranks ended, or hang, without sealing, as they do where another rule's finding ends a job."""
+    ranks = sorted({int(each.where[10:15]) for each in damage if each.unsealed and each.where.startswith("ranks/rank")})
+    who = f"{'Rank' if len(ranks) == 1 else 'Ranks'} {' and '.join(map(str, ranks))}"
+    who = who if len(ranks) <= 2 else f"{len(ranks):,} ranks"
+    ended = "ended without sealing" if died else "fell silent without sealing"
+    return Finding(
+        title=f"{who} {ended} the recording",
+        summary=f"{who} {ended}: see {rule} for why. {reach}.",
+        confidence="confirmed",
+        evidence=evidence,
+        cause=f"what {rule} names ended the job" if died else f"what {rule} names holds the job",
+        next=(f"go by {rule}; the recording is readable up to its last flush",),
+        fix=("none for the steps after the last flush: all before it was read",),
+    )
+
+
+def _why(capsule: Capsule) -> str | None:
+    """The rule of the stage distributed whose finding tells why ranks ended, None where none does."""
+    from .distributed.deaths import rank_died_first
+    from .distributed.diagnosis import diagnosis
+    from .distributed.reproduction import reproduction
+
+    if next(iter(rank_died_first(capsule)), None) is not None:
+        return "distributed/rank-died-first"
+    partings = diagnosis(capsule).partings
+    if partings and all(each.ended for each in partings):
+        return None  # the calls differed, and went on
+    found = reproduction(capsule)
+    return found.rule if found is not None else None
 
 
 def _last_step(capsule: Capsule) -> int | None:
@@ -168,7 +208,7 @@ def nothing_logged(capsule: Capsule) -> Iterator[Finding]:
     Fix:
         None in the log. Let the job write its exception beside it, and log the first step at once.
     """
-    if capsule.manifest.trigger is None or capsule.manifest.trigger.kind != "imported":
+    if not _of_raw_files(capsule):
         raise NotCaptured("files that were imported: a recording says itself how it ended")
     silent = [each for each in capsule.records("events") if each.get("type") == "nothing_logged"]
     if not silent:
@@ -206,6 +246,12 @@ def nothing_logged(capsule: Capsule) -> Iterator[Finding]:
         ),
         fix=("let the job write its exception beside its log",),
     )
+
+
+def _of_raw_files(capsule: Capsule) -> bool:
+    """Whether the capsule was made of raw files alone."""
+    trigger = capsule.manifest.trigger
+    return trigger is not None and trigger.kind == "imported"
 
 
 def _imported(capsule: Capsule) -> list[dict[str, Any]]:

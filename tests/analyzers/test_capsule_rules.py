@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule, CapsuleWriter
 from llmconsole.capsules.jsonio import decode, encode
+
+from tests.analyzers.conftest import rule_named
+from tests.analyzers.played_jobs import play, same
 
 Build = Callable[..., Capsule]
 Say = Callable[[str, Capsule], list[Finding]]
@@ -37,6 +41,13 @@ def test_a_capsule_with_all_eight_items_is_quiet(build: Build, findings_of: Say)
     capsule = build(complete, COMPLETE)
     assert [item.name for item in capsule.replay_items() if not item.present] == []
     assert not findings_of("capsule/not-replayable", capsule)
+
+
+@pytest.mark.quiet("capsule/not-replayable")
+def test_raw_files_are_no_recording_and_nothing_is_missing_of_one(build: Build) -> None:
+    report = analyze(build(series, {"trigger": {"kind": "imported"}}), [rule_named("capsule/not-replayable")])
+    (skipped,) = report.skipped
+    assert (report.findings, "recording" in skipped.missing[0]) == ((), True)
 
 
 @pytest.mark.quiet("capsule/damaged")
@@ -88,6 +99,42 @@ def test_a_killed_job_is_said_to_have_ended_and_not_that_its_capsule_is_to_be_co
     assert "out-of-memory killer" in finding.next[0]
     assert "signal" in finding.next[1]
     assert not any("copy" in each for each in finding.next)
+
+
+def ended(path: Path, *, skips: bool, exit_: dict[str, Any] | None = None) -> Capsule:
+    """Three ranks of a job whose writers were killed; rank 1 left a call out, or ended by itself."""
+    programs = same(3)
+    if skips:
+        del programs[1][12]
+    stuck = (lambda rank, at: rank == 1 and at >= 8) if exit_ else (lambda rank, at: False)
+    writer = CapsuleWriter(path, clock=lambda: NOW)
+    play(programs, stuck=stuck).write(writer)
+    if exit_:
+        writer.record("ranks", {"exit": exit_, "dump": True}, rank=1)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    for file in path.glob("ranks/*/rank.json"):
+        file.write_bytes(encode(decode(file.read_bytes()) | {"pid": child.pid}))
+    return opened_later(path)
+
+
+@pytest.mark.fires("capsule/damaged")
+@pytest.mark.parametrize(
+    ("skips", "exit_", "why"),
+    [
+        (True, None, "distributed/collective-mismatch"),
+        (False, {"kind": "exception", "message": "ValueError: bad"}, "distributed/rank-died-first"),
+        (False, None, None),
+    ],
+)
+def test_ranks_that_ended_for_what_a_rule_of_the_calls_names_are_not_searched_for_in_the_kernel_log(
+    tmp_path: Path, findings_of: Say, skips: bool, exit_: Any, why: str | None
+) -> None:
+    capsule = ended(tmp_path / "ended.capsule", skips=skips, exit_=exit_)
+    (finding,) = findings_of("capsule/damaged", capsule)
+    assert any("out-of-memory killer" in each for each in finding.next) == (why is None)
+    if why:
+        assert finding.summary.startswith(f"3 ranks ended without sealing: see {why} for why.")
 
 
 @pytest.mark.fires("capsule/damaged")
