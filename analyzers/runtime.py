@@ -22,6 +22,21 @@ SECONDARY: Final = frozenset(
         *("ProcessRaisedException", "SignalException", "BrokenPipeError", "RendezvousConnectionError"),
     )
 )
+#: What a rank says when another one is gone, or did not come: consequences of what happened elsewhere.
+GAVE_UP: Final = re.compile(
+    r"timed?[ -]?out|watchdog|heartbeat monitor|connection (?:was )?(?:closed|reset|refused)|broken pipe|peer closed"
+    r"|closed by (?:peer|remote)|socket (?:closed|error|timeout)|recv(?:Value|Bytes)? failed|TCPStore"
+    r"|remote (?:error|process|peer)|ncclRemoteError|ncclSystemError|communicator was aborted"
+    r"|NCCL (?:error|operation).{0,80}(?:abort|remote)|op\.preamble"
+    r"|Detected mismatch between collectives|collective operation|failed to pass monitoredBarrier",
+    re.IGNORECASE,
+)
+#: Words by which a rank says that the process of another one is no more, and libraries by which ranks speak.
+GONE: Final = re.compile(
+    r"(?:closed|reset|aborted) by (?:remote )?peer|peer closed|broken pipe|ncclRemoteError|remote process",
+    re.IGNORECASE,
+)
+_BETWEEN_RANKS: Final = re.compile(r"gloo|nccl|c10|TCPStore|process ?group|DistBackendError", re.IGNORECASE)
 _LAUNCHED: Final = SECONDARY - {"KeyboardInterrupt", "SystemExit"}
 #: How a launcher or a person ends a rank, in an exit, and how a scheduler says that it ends the job.
 _STOPPED: Final = re.compile(r"SIGTERM|SIGINT|SIGHUP|SIGUSR|exit code (?:-15|-2|143|130)\b")
@@ -31,6 +46,9 @@ _LAST_WORDS: Final = re.compile(
     r"\] Heartbeat monitor timed out|^Fatal Python error|^(?:Segmentation fault|Bus error)\b"
     r"|^srun: error: .{1,300}: (?:Segmentation fault|Bus error|Killed|Aborted|Illegal instruction)"
 )
+#: What torch's launcher says when it is told to end, and when a worker did not end when it was told to.
+_TOLD_TO_END: Final = re.compile(r"Received (?:Signals\.)?(\w{1,12}) death signal")
+_FORCED: Final = re.compile(r"Unable to shutdown process (\d{1,18}) via .{1,40}forcefully exiting")
 #: Lines of the communication library that are shown beside an error, and ranks with their ends.
 _MOST_LINES, _MOST_EXITS = 3, 16
 
@@ -62,13 +80,16 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
 
     What it checks:
         Exceptions in an imported log after which no training step was reported, a host that ran out of memory, and
-        where there is no exception: exit codes and signals in a launcher's summary, and lines by which a process ends.
+        where there is no exception: exit codes and signals in a launcher's summary, lines by which a process ends, and
+        a launcher that was told to end.
     Why it matters:
         Whoever reads only the curves sees a run that was fine and stopped. The error is the first thing to read, and
         of many ranks' errors only the first one is the reason.
     How it decides:
-        The first error of its own, before those by which launchers repeat it, at or after the last reported step;
-        without one the first rank with an exit code of its own, which the launcher or a scheduler did not end. What
+        The first error of its own, before those by which launchers repeat it and by which ranks say that another one is
+        gone or did not come, at or after the last reported step; without one the first rank with an exit code of its
+        own, which the launcher or a scheduler did not end. Workers that outlive the launcher's SIGTERM are a warning: a
+        healthy one ends at once. A launcher that was merely told to end is a remark. What
         an exception means is left open (undetermined), and so is what filled the memory of a host. A device that is
         out of memory is the business of the rules memory/*: this rule is quiet about it, and about what follows it.
     Looks like it but is not:
@@ -88,13 +109,16 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         if each.get("kind") in ("exception", "oom") and (last is None or _step(each) is None or _step(each) >= last)
     ]
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
-    first = min(own, key=lambda each: (_step(each) or 0, _time(each), _rank(each) or 0), default=None)
+    first = min(own, key=_place, default=None)
     if first is None:
-        ended = _silent_end(capsule, errors) or _last_words(capsule, last)
+        ended = _silent_end(capsule, errors) or _last_words(capsule, last) or _stopped(capsule, last)
         if ended is not None:
             yield ended
         return
-    if is_device_failure(first):
+    if is_device_failure(first) or (_follows(first) and _of_two_sizes(capsule)):
+        return
+    if _lost(first):
+        yield _lost_peer(capsule, first, len(own))
         return
     yield _host(first, len(own)) if is_host_failure(first) else _exception(capsule, first, len(own))
 
@@ -181,6 +205,97 @@ def _last_words(capsule: Capsule, last: int | None) -> Finding | None:
     lines = [each for each in lines if last is None or _step(each) is None or _step(each) >= last]
     first = next((each for each in lines if _LAST_WORDS.search(_message(each)) is not None), None)
     return None if first is None else _exception(capsule, {**first, "type": "the process ended"}, 1)
+
+
+def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
+    """A launcher that was told to end, by a person or a program, and workers that did not end when it told them."""
+    lines = [_message(each) for each in capsule.records("events") if each.get("kind") == "log"]
+    told = next((found for line in lines if (found := _TOLD_TO_END.search(line)) is not None), None)
+    if told is None or any(_CANCELLED.search(line) for line in lines):
+        return None
+    forced = sorted({int(found[1]) for line in lines if (found := _FORCED.search(line)) is not None})
+    reach = "" if last is None else f" after step {last:,}"
+    held = f"{len(forced):,} worker{'' if len(forced) == 1 else 's'}"
+    hung = f"; {held} did not end when told to and had to be killed: in a call that does not end, or still saving"
+    return Finding(
+        title=f"The job was stopped from outside, and {held} hung" if forced else "The job was stopped from outside",
+        summary=f"The launcher received signal {told[1]}{reach}{hung if forced else ''}. Who sent it and why is not in "
+        "the log.",
+        severity=None if forced else "info",
+        kind=None if forced else "hygiene",
+        confidence="undetermined",
+        where=Where(step=last),
+        evidence=(
+            Evidence(name="signal to the launcher", value=told[1], expected="none"),
+            Evidence(name="workers that had to be killed", value=len(forced), expected=0, note=_pids(forced)),
+        ),
+        next=(
+            ("record the calls of all ranks (Recorder with hang_after, or flight recorder): who waits for whom",)
+            if forced
+            else ()
+        )
+        + ("ask whoever can stop the job: the scheduler's accounting, a time limit, a watcher, a person",),
+    )
+
+
+def _pids(forced: list[int]) -> str:
+    return f"process {', '.join(map(str, forced[:_MOST_EXITS]))}" if forced else ""
+
+
+def _lost(error: Mapping[str, Any]) -> bool:
+    """Whether an error only says that the process of another rank is no more."""
+    words = f"{error.get('type')}: {_message(error)}"
+    return GONE.search(words) is not None and _BETWEEN_RANKS.search(words) is not None
+
+
+def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
+    """All that the log holds is a rank whose peer was gone: what ended the peer is not in it."""
+    exits = {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
+    stopped = any("Sending process" in _message(each) for each in capsule.records("events"))
+    rank, last = _rank(error), _last_step(capsule)
+    words = _short(f"{error.get('type') or 'an exception'}: {_message(error)}", 440)
+    alone = not stopped and rank in exits and len(exits) == 1
+    who = "A rank" if rank is None else f"Rank {rank}"
+    why = (
+        "The launcher names no other failure and had nobody left to stop: the other ranks of its node had ended "
+        "before, without an error"
+        if alone
+        else "What ended the other rank is not in this log"
+    )
+    return Finding(
+        confidence="undetermined",
+        title=f"{who} lost its connection to another rank",
+        summary=f"{who} says only that its peer was gone ({words}). {why}.",
+        where=Where(step=_step(error) if _step(error) is not None else last),
+        evidence=(
+            Evidence(name="error", value=_short(words, 600), expected="none", note="a consequence"),
+            Evidence(name="errors in the log", value=count, expected=0),
+            *((Evidence(name="ranks that failed", value=sorted(exits), note="of this launcher"),) if exits else ()),
+        ),
+        cause="a rank ended its loop before the others: fewer batches, an early return or exit" if alone else "",
+        next=(
+            "compare the number of batches and steps of the ranks: the first that ends closes its connections",
+            "read the log of every other rank, and the kernel's log of its host, up to the end",
+        ),
+        fix=("give every rank the same number of steps, or join(): uneven inputs",) if alone else (),
+    )
+
+
+def _follows(error: Mapping[str, Any]) -> bool:
+    """Whether an error speaks of another rank, which is gone or did not come."""
+    return GAVE_UP.search(f"{error.get('type')}: {_message(error)}") is not None
+
+
+def _of_two_sizes(capsule: Capsule) -> bool:
+    """Whether calls of two sizes met, as distributed/collective-mismatch tells."""
+    return any(isinstance(each.get("received"), int) for each in capsule.records("events"))
+
+
+def _place(error: Mapping[str, Any]) -> tuple[bool, int, float, float, int]:
+    """What comes first is the reason: by step, time, place in the log; what follows from another rank comes last."""
+    order = error.get("order")
+    printed = float(order) if isinstance(order, int) else math.inf
+    return (_follows(error), _step(error) or 0, _time(error), printed, _rank(error) or 0)
 
 
 def _message(said: Mapping[str, Any]) -> str:

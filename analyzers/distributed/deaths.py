@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
-from ..runtime import SECONDARY
+from ..runtime import GONE, SECONDARY
 from . import thresholds as T
 from .collectives import call_site
 from .diagnosis import Diagnosis, diagnosis
+from .sizes import size_events
 from .standstill import GAVE_UP, STOPPED, last_exits
 from .words import last_step, named_ranks
 
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 _FATAL_LINE: Final = re.compile(
     r"CUDA error|out of memory|device-side assert|uncorrectable ECC|\bXid\b|SIGSEGV|Segmentation fault|SIGKILL"
     r"|oom[-_ ]kill|Killed process|illegal memory access|unspecified launch failure|Bus error|SIGBUS",
-    re.IGNORECASE,
-)
-
-#: Words by which a rank says that the process of another one is no more.
-_GONE: Final = re.compile(
-    r"(?:closed|reset|aborted) by (?:remote )?peer|peer closed|broken pipe|ncclRemoteError|remote process",
     re.IGNORECASE,
 )
 
@@ -82,7 +77,11 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
         TORCH_NCCL_ASYNC_ERROR_HANDLING on).
     """
     found = diagnosis(capsule)
-    deaths = _deaths(capsule, {each["rank"] for each in found.calls.timeouts})
+    aborted = {each["rank"] for each in found.calls.timeouts}
+    if met := size_events(capsule):  # Gloo ends the rank that receives; where it is not told, it may be any
+        untold = any(each.get("told") is False for each in met)
+        aborted |= set(last_exits(capsule)) if untold else {each["rank"] for each in met}
+    deaths = _deaths(capsule, aborted)
     if not deaths:
         return
     exits = last_exits(capsule)
@@ -182,7 +181,7 @@ def _silently(capsule: Capsule) -> tuple[int, str] | None:
     spoke = {each["rank"] for each in capsule.records("ranks")}
     without = spoke - set(exits)
     said = [(rank, str(each.get("message") or "")) for rank, each in sorted(exits.items())]
-    lost = [(rank, words) for rank, words in said if _GONE.search(words) is not None]
+    lost = [(rank, words) for rank, words in said if GONE.search(words) is not None]
     if len(without) != 1 or not lost:
         return None
     return without.pop(), f"its process left no word of its end, and to rank {lost[0][0]} its side was gone"

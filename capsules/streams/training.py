@@ -82,6 +82,11 @@ class Event(Record):
     last_started: Integer | None = None
     last_completed: Integer | None = None
     other_rank: Integer | None = None
+    # collective_mismatch where Gloo says it: bytes that came from a peer, and that the rank's own call had room for
+    received: Count | None = None
+    awaited: Count | None = None
+    # exception: errors that its log printed before
+    order: Count | None = None
 
 
 class Sample(Record):

@@ -55,6 +55,8 @@ _STACK = re.compile(r"Stack trace of the (?:failed|timed[- ]out) collective(?! n
 _STACK_FRAME = re.compile(r"\s{0,8}#\d{1,3} (\S{1,200}) from (.{1,1000}):(\d{1,9})\s*$")
 _BARRIER = re.compile(r"\bRanks? ([\d, ]{1,4000}) failed to pass monitoredBarrier in (\d{1,15}) ?ms")
 _GLOO = re.compile(r"Timed out waiting (\d{1,15}) ?ms for (\w{1,20}) operation to complete")
+#: Gloo met a message that is larger than what its rank waits for; around this the words vary with the release.
+_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. {1,2}(\d{1,18}) vs (\d{1,18})")
 _PRINT = re.compile(r"Rank (\d{1,9}) is running (?:inconsistent )?collective:\s{0,4}")
 _PRINT_FIELDS = {
     "op": re.compile(r"OpType=(\w{1,60})|^([A-Z_]{3,60})\b"),
@@ -224,6 +226,12 @@ class Collectives:
         if len(self._said) < _MOST:
             self._said.add((rank, said))
         return True
+
+
+def sizes(text: str) -> dict[str, int] | None:
+    """Bytes that Gloo received for a call and that the call awaited, where a text says that they do not fit."""
+    found = _SIZES.search(text)
+    return None if found is None else {"received": int(found[1]), "awaited": int(found[2])}
 
 
 def op_name(printed: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .collectives import Collectives, Frame
+from .collectives import Collectives, Frame, sizes
 from .launcher import Launcher
 from .log import Log
 from .out_of_memory import parsed, phase_of
@@ -20,7 +20,8 @@ SIGN = (
     rb"|ut of memory while trying to allocate \d|OOM when allocating tensor with shape|[Oo]ut of memory: Kill"
     rb"|Watchdog caught collective operation timeout|detected by watchdog at work|[Tt]imeout at NCCL work|NCCL WARN"
     rb"|ProcessGroup(?:NCCL|Gloo)|failed to pass monitoredBarrier|oom-kill:constraint|oom[-_]kill event"
-    rb"|is running (?:inconsistent )?collective: CollectiveFingerPrint"
+    rb"|is running (?:inconsistent )?collective: CollectiveFingerPrint|op\.preamble\.length <= op\.nbytes"
+    rb"|death signal, shutting down workers"
 )
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -44,10 +45,15 @@ _SIGNS = (
     "Fatal Python error",
     "received SIGTERM",
     "Sending process",
+    "death signal, shutting down workers",
+    "forcefully exiting via",
     "Signal 9 (SIGKILL)",
     "CUDA error:",
     "Xid (",
 )
+#: What C++ prints of an error that nobody catches, in two lines.
+_THROWN = re.compile(r"terminate called after throwing an instance of '([\w:<>]{1,120})'")
+_WHAT = re.compile(r"\s{0,8}what\(\):\s{0,8}(\S.*)")
 #: What Python prints above the traceback of an error that it goes on without.
 _IGNORED = ("Exception ignored in", "--- Logging error ---", "Error in atexit", "Exception in thread")
 #: What launchers raise in a process of their own.
@@ -71,6 +77,7 @@ class _Trace:
         self.frames: list[Frame] = []  # outermost first, as it is printed
         self.ignored = False
         self.more = _MORE
+        self.order = 0
 
 
 class Lines:
@@ -104,6 +111,11 @@ class Lines:
         b"Killed process",
         b" low on memory",
         b"world_size=",  # an actor tells its rank
+        b"terminate called",
+        b"what():",
+        b"op.preamble",
+        b"death signal",
+        b"forcefully exiting",
     )
 
     def __init__(self, log: Log) -> None:
@@ -116,6 +128,8 @@ class Lines:
         self._killed: list[dict[str, Any]] = []  # by the kernel, which knows processes and no ranks
         self._unclaimed: list[dict[str, Any]] = []  # events of lines that nothing says the rank of
         self._speakers: set[int] = set()
+        self._thrown: dict[int, str] = {}
+        self._errors = 0
 
     @property
     def open(self) -> bool:
@@ -136,6 +150,7 @@ class Lines:
             trace = self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
             trace.anonymous = self._log.anonymous and not in_summary
             trace.ignored = self._log.rank in self._ignored
+            trace.order, self._errors = self._errors, self._errors + 1
             self._ignored.discard(self._log.rank)
             return True
         trace = self._traces.get(self._log.rank)
@@ -145,7 +160,7 @@ class Lines:
             self._oom(line, memory, None, "")
             if "NCCL WARN" not in line:
                 return True
-        if self._launcher.take(line):
+        if self._launcher.take(line) or self._uncaught(line):
             return True
         speaker, unclaimed = self._collectives.take(line), False
         if speaker is None and any(sign in line for sign in _SIGNS):
@@ -178,6 +193,33 @@ class Lines:
         self._launcher.close(self._collectives.timed_out)
         self._collectives.close()
 
+    def _uncaught(self, line: str) -> bool:
+        """An error of C++ that ended a rank; that of a watchdog's thread is the watchdog's own line."""
+        if (thrown := _THROWN.search(line)) is not None:
+            self._thrown[self._log.rank] = thrown[1]
+            return True
+        said = _WHAT.match(line)
+        kind = self._thrown.pop(self._log.rank, None) if said is not None else None
+        text = (said[1] if said is not None else line).strip()
+        if "atchdog" in text or (kind is None and sizes(text) is None):
+            return False
+        event: dict[str, Any] = {"step": self._log.step, "type": kind or "gloo::EnforceNotMet", "order": self._errors}
+        event["message"], self._errors = text[:_LONGEST], self._errors + 1
+        if self._log.anonymous:
+            self._claim({"kind": "exception", **event})
+        else:
+            self._failed(self._log.rank, None, event)
+        return True
+
+    def _failed(self, rank: int, told: bool | None, event: dict[str, Any]) -> None:
+        """Write an exception, and what it says of the sizes of two calls that met."""
+        if told is None:
+            self._speakers.add(rank)
+        fields = {name: value for name, value in event.items() if name != "kind"}
+        self._log.run.event("exception", rank=rank, told=told, **fields)
+        if (met := sizes(str(event.get("message")))) is not None:
+            self._log.run.event("collective_mismatch", step=event.get("step"), rank=rank, told=told, **met)
+
     def _claim(self, event: dict[str, Any]) -> None:
         """Keep an event until the end of the log, when it is known whether several ranks print into it."""
         if len(self._unclaimed) >= _MOST_UNCLAIMED:
@@ -189,17 +231,22 @@ class Lines:
         """Give what nothing says the rank of to the one rank that it can be of, or say that it is not told."""
         several = len(self._speakers | set(self._launcher.ranks)) > 1 or self._collectives.several
         several = several or self._log.run.several
-        failed = self._launcher.failed
+        failed, aborted = self._launcher.failed, self._launcher.aborted
         for event in self._unclaimed:
             rank, home = self._launcher.rank_of(event.get("pid")), self._log.home
             killed = event.get("type") == "OOM killer"
             launcher = str(event.get("type") or "").rpartition(".")[2] in _LAUNCHERS
             if rank is None and event["kind"] != "log" and not (killed or launcher) and len(failed) == 1:
                 rank = failed[0]
+            if "::" in str(event.get("type")) and len(aborted) == 1:
+                rank = aborted[0]
             told = False if several and rank is None and not launcher else None
             if event["kind"] == "oom" and not killed and told is None:
                 self._launcher.ran_out(home if rank is None else rank)
-            self._log.run.event(rank=home if rank is None else rank, told=told, **event)
+            if event["kind"] == "exception":
+                self._failed(home if rank is None else rank, told, event)
+            else:
+                self._log.run.event(rank=home if rank is None else rank, told=told, **event)
         self._unclaimed.clear()
 
     def _traced(self, trace: _Trace, line: str) -> bool:
@@ -247,12 +294,11 @@ class Lines:
                 return
             frames = trace.frames[::-1]
             self._collectives.raised(trace.rank, trace.step, trace.text, frames)
-            event: dict[str, Any] = {"step": trace.step, "frames": frames or None, **trace.error}
+            event: dict[str, Any] = {"step": trace.step, "frames": frames or None, "order": trace.order, **trace.error}
             if trace.anonymous:
                 self._claim({"kind": "exception", **event})
-                return
-            self._speakers.add(trace.rank)
-            self._log.run.event("exception", rank=trace.rank, **event)
+            else:
+                self._failed(trace.rank, None, event)
 
     def _oom(self, line: str, memory: dict[str, Any], trace: _Trace | None, kind: str) -> bool:
         rank = self._log.rank if trace is None else trace.rank
@@ -266,6 +312,7 @@ class Lines:
         elif self._new(rank, "oom", entry["message"]):
             step = self._log.step if trace is None else trace.step
             event: dict[str, Any] = {"step": step, "t": self._log.time(line), "frames": frames or None, **entry}
+            event["order"], self._errors = (self._errors if trace is None else trace.order), self._errors + 1
             if self._log.anonymous if trace is None else trace.anonymous:
                 self._claim({"kind": "oom", **event})
                 return True
@@ -300,4 +347,5 @@ def _logger(line: str) -> str:
 
 def _level(line: str) -> str:
     """Being stopped is a consequence; what a launcher says while it stops others is a warning."""
-    return "warning" if "Sending process" in line or "received SIGTERM" in line else "error"
+    said = ("Sending process", "received SIGTERM", "death signal", "forcefully exiting")
+    return "warning" if any(sign in line for sign in said) else "error"

@@ -50,6 +50,11 @@ class Launcher:
         """The ranks that ended with a code of their own, as an exception does, and were not stopped by a signal."""
         return tuple(rank for rank, said in self._exits.items() if 0 < (said.get("code") or 0) < 128)
 
+    @property
+    def aborted(self) -> tuple[int, ...]:
+        """The ranks that ended by SIGABRT, as an error of C++ does that nobody catches."""
+        return tuple(rank for rank, said in self._exits.items() if said.get("code") in (-6, 134))
+
     def take(self, line: str) -> bool:
         """Use one line of a summary."""
         found = _FIELD.match(line)
