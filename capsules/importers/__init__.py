@@ -88,7 +88,7 @@ def import_files(paths: Sequence[str | os.PathLike[str]], target: str | os.PathL
         attach: copy the originals into the capsule.
 
     Returns:
-        The capsule's directory, ``NAME.capsule`` after the first file.
+        The capsule's directory, ``NAME.capsule`` after the file, or after its directory where there are several.
 
     Raises:
         EvidenceError: a file is of no known format, or holds nothing that could be read.
@@ -103,7 +103,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
         raise EvidenceError("no file was given to import")
     order = importers()
     found.sort(key=lambda each: order.index(each[1]))  # stable: files of one format stay in order
-    path = _free(Path(target), Path(paths[0]).name)
+    path = _free(Path(target), _name([source.path for source, _ in found]))
     manifest: dict[str, Any] = {
         "id": _identity([source for source, _ in found]),
         "title": _title([source.path for source, _ in found]),
@@ -204,6 +204,7 @@ def _read(importer: Importer, source: Source, run: Run) -> str:
     problem = ""
     try:
         importer.read(source, run)
+        problem = f"{source.path}: is cut at its end: {source.cut}" if source.cut else ""
     except EvidenceError as error:
         problem = str(error)
     except MemoryError:
@@ -246,11 +247,13 @@ def _says(stated: Any) -> bool:
     return any(map(_says, cast("dict[str, Any]", stated).values())) if isinstance(stated, dict) else stated is not None
 
 
-def _title(paths: Sequence[Path]) -> str:
+def _name(paths: Sequence[Path]) -> str:
     """The file's name, or the directory's where there are several."""
-    if len(paths) == 1:
-        return paths[0].name
-    return f"{Path(os.path.abspath(paths[0])).parent.name} ({len(paths)} files)"
+    return paths[0].name if len(paths) == 1 else Path(os.path.abspath(paths[0])).parent.name
+
+
+def _title(paths: Sequence[Path]) -> str:
+    return _name(paths) if len(paths) == 1 else f"{_name(paths)} ({len(paths)} files)"
 
 
 def _free(directory: Path, name: str) -> Path:

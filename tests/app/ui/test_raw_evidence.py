@@ -78,13 +78,13 @@ def test_a_job_of_two_logs_is_judged_drawn_and_made_a_capsule(runs: Path, scratc
             await until(pilot, lambda: getattr(console.screen, "entry", None) is not None
                         and console.screen.entry.status == "sealed", "the capsule takes the file's place")  # fmt: skip
             assert console.screen.number == 9
-            assert console.home._selected.path == str(runs / "a.log.capsule")
+            assert console.home._selected.path == str(runs / f"{runs.name}.capsule")
             await until(pilot, lambda: console.screen.open_view is not None, "it has a gate")
 
     asyncio.run(scenario())
-    capsule = Capsule.open(runs / "a.log.capsule")
+    capsule = Capsule.open(runs / f"{runs.name}.capsule")
     assert len(capsule.scalars("loss")) == 120
-    assert sorted(each.name for each in (runs / "a.log.capsule" / "files").iterdir()) == ["a.log", "b.log"]
+    assert sorted(each.name for each in (capsule.path / "files").iterdir()) == ["a.log", "b.log"]
     assert list(scratch.iterdir()) == []
 
 

@@ -74,6 +74,7 @@ class TestCapsules:
         metrics.write_text("step,loss\n1,2.5\n2,2.25\n")
         capsule = Capsule.open(import_files([log(tmp_path / "a.log", 1, 3), metrics], tmp_path / "out", attach=False))
         assert values(capsule, "loss") == [(1, 2.5), (2, 2.25)]
+        assert capsule.path.name == f"{tmp_path.name}.capsule"
         assert values(capsule, "loss", side="a.log") == [(1, 2.001), (2, 2.002)]
 
     def test_it_says_what_it_was_made_of(self, tmp_path: Path):
