@@ -66,9 +66,9 @@ def _with_own_cases(finding: Finding, start: str) -> Finding:
     )
 
 
-def show(path: str) -> dict[str, Any]:
-    """Manifest, inventory, the eight replay items and the damage of one capsule."""
-    capsule = _open(path)
+def show(path: str, files: Sequence[str] = ()) -> dict[str, Any]:
+    """Manifest, inventory, the eight replay items and the damage of one capsule, or of the raw files of one job."""
+    capsule = _open(path, files)
     return {
         "id": capsule.id,
         "title": capsule.title,

@@ -7,9 +7,10 @@ import codecs
 import contextlib
 import keyword
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .output import UNUSABLE, CommandError, narrate
 from .text import one_line, stand_in
@@ -41,6 +42,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line and leave with status 2."""
         raise CommandError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore
+        """As argparse does, but what is left over is an error, of an action's own parser too; it says what is near."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            near = (self._nearest(each.partition("=")[0]) for each in left if each.startswith("-"))
+            advice = next((f" (did you mean {each}?)" for each in near if each), "")
+            self.error(f"unrecognized arguments: {' '.join(left)}{advice}")
+        return found, left
+
+    def _nearest(self, option: str) -> str:
+        """The option of this parser that somebody may have meant, or nothing."""
+        import difflib
+
+        known = list(self._option_string_actions)
+        begins = [each for each in known if len(option) > 2 and each.startswith(option)]
+        return next(iter(begins or difflib.get_close_matches(option, known, n=1)), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,6 +118,11 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if word in COMMANDS:
         return _run(word, arguments[1:])
+    if word.startswith("-"):
+        command = next((at for at, each in enumerate(arguments) if not each.startswith("-")), 0)
+        if arguments[command] in COMMANDS and not os.path.isdir(arguments[command]):
+            right = " ".join(map(shlex.quote, [*arguments[command:], *arguments[:command]]))
+            raise CommandError(f"options come after the command: llmconsole {right}")
     if not word or os.path.isdir(word) or word.startswith("-"):
         return _run("home", arguments)
     raise CommandError(_unknown(word))

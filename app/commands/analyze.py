@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...analyzers.finding import STAGES
 from ...analyzers.report import CapsuleReport, Report, exit_status
-from ..analysis import analyze_capsule, capsules_in, is_capsule, unfinished_report
+from ..analysis import analyze_capsule, unfinished_report
 from ..output import UNUSABLE, CommandError, console, narrate, print_json
 from ..worker import Worker, WorkerError
+from .evidence import sources
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,90 +94,6 @@ def _write(report: Report, path: Path) -> None:
     except ExportError as error:
         raise CommandError(error) from error
     narrate(f"wrote {path}")
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What stands behind a path: a capsule, or the raw files of one job; or why there is nothing to use.
-
-    Attributes:
-        path: the capsule or the raw file; of several files their directory.
-        files: the raw files of the job; empty for a capsule.
-        problem: one line, where the path cannot be used.
-        remark: one line about what was left out, where something was.
-    """
-
-    path: Path
-    files: tuple[str, ...] = ()
-    problem: str = ""
-    remark: str = ""
-
-
-def sources(worker: Worker, paths: Sequence[str], *, separate: bool = False) -> Iterator[Evidence]:
-    """Everything behind the given paths: capsules first, then the raw files, job by job.
-
-    Args:
-        worker: recognises raw files, by their content.
-        paths: capsules, raw files, and directories of either.
-        separate: each raw file is a job of its own.
-    """
-    raw: list[str] = []
-    for given in paths:
-        path = Path(given)
-        try:
-            if not given:  # a variable of the shell that is not set; Path makes the working directory of it
-                yield Evidence(path, problem="an empty path was given; . is the working directory")
-            elif is_capsule(path):
-                yield Evidence(path)
-            elif path.is_dir():
-                found = capsules_in(path)
-                yield from map(Evidence, found)
-                yield from _in_directory(worker, path, raw, lonely=not found)
-            elif path.exists():
-                raw.append(given)
-            else:
-                yield Evidence(path, problem=f"{path}: no such file or directory")
-        except (OSError, ValueError) as error:
-            yield Evidence(path, problem=f"{path}: cannot be read ({_said(error)})")
-    if raw:
-        yield from _jobs(worker, raw, separate)
-
-
-def _in_directory(worker: Worker, directory: Path, raw: list[str], *, lonely: bool) -> Iterator[Evidence]:
-    """Put the raw evidence of a directory into ``raw``; ``lonely``: there is no capsule in it."""
-    try:
-        found = worker.call("evidence_in", {"directory": os.fspath(directory)})
-    except WorkerError as error:
-        yield Evidence(directory, problem=str(error))
-        return
-    raw += [row["path"] for row in found["files"]]
-    if lonely and not found["files"]:
-        place = f"; there is some in {directory / found['below']}" if found["below"] else ""
-        what = (
-            "no capsule in this directory (a capsule is a directory with a capsule.json), and no file of a known format"
-        )
-        yield Evidence(directory, problem=f"{directory}: {what}{place}")
-    elif found["files"] and (others := len(found["unknown"]) + found["left_out"]):
-        names = ", ".join(found["unknown"][:3]) + (", …" if others > 3 else "")
-        remark = f"{directory}: {others:,} file{'' if others == 1 else 's'} of no known format left out ({names})"
-        yield Evidence(directory, remark=remark)
-
-
-def _jobs(worker: Worker, raw: list[str], separate: bool) -> Iterator[Evidence]:
-    try:
-        found = worker.call("group", {"paths": raw, "separate": separate})
-    except WorkerError as error:
-        yield Evidence(Path(raw[0]), problem=str(error))
-        return
-    for problem in found["problems"]:
-        yield Evidence(Path(raw[0]), problem=problem)
-    for files in found["jobs"]:
-        first = Path(files[0])
-        yield Evidence(first if len(files) == 1 else first.parent, tuple(files))
-
-
-def _said(error: OSError | ValueError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _check_rules(worker: Worker, ids: list[str]) -> None:

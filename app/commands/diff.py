@@ -13,9 +13,9 @@ import os
 import msgspec
 
 from ...analyzers.diff.types import Difference
-from ..output import FOUND, OK, CommandError, console, narrate, print_json
+from ..output import FOUND, OK, CommandError, console, print_json
 from ..worker import Worker, WorkerError
-from .analyze import Evidence, sources
+from .evidence import one_job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the difference of two runs, and return the exit status."""
     with Worker() as worker:
-        left, right = _one_run(worker, args.left), _one_run(worker, args.right)
+        left, right = one_job(worker, args.left), one_job(worker, args.right)
         params = {
             "left": os.fspath(left.path),
             "right": os.fspath(right.path),
@@ -48,23 +48,3 @@ def run(args: argparse.Namespace) -> int:
         for row in rows(found, screen.width):
             screen.print(row)
     return OK if found.same else FOUND
-
-
-def _one_run(worker: Worker, given: str) -> Evidence:
-    """The one run behind a path.
-
-    Raises:
-        CommandError: there is none, or several.
-    """
-    found: list[Evidence] = []
-    for each in sources(worker, [given]):
-        if each.problem:
-            raise CommandError(each.problem)
-        if each.remark:
-            narrate(each.remark)
-        else:
-            found.append(each)
-    if len(found) != 1:
-        names = ", ".join(str(each.files[0] if each.files else each.path) for each in found[:3])
-        raise CommandError(f"{given}: holds {len(found)} runs ({names}); name one of them")
-    return found[0]

@@ -15,7 +15,7 @@ import msgspec
 from ..output import OK, UNUSABLE, CommandError, narrate, print_json
 from ..text import one_line
 from ..worker import Worker, WorkerError
-from .analyze import sources
+from .evidence import sources
 
 
 class ImportedFile(msgspec.Struct, kw_only=True):

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     statement = Statement(**{name: getattr(args, name) for name in Statement.__dataclass_fields__})
     if args.json and not args.yes:
         raise CommandError("--json does not ask, so it needs --yes")
+    notebook.require_capsule(Path(args.capsule))
     try:
         with Worker() as worker:
             incident = describe(worker, Path(args.capsule))

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from ..looks.types import Latency, LiveStacks, MemoryLedger, RanksGrid
-from ..output import CommandError, console, print_json
-from ..worker import Worker, WorkerError
+from ..output import console, print_json
+from .evidence import Look
 
 #: Ranks printed, and cells beside those that hold the collectives of a rank; the rest is in the console.
 RANKS, _BESIDE = 256, 41
 #: Lines of stacks printed.
 STACKS = 40
+
+_LEDGER = (
+    "A Recorder in the training script writes one. Without it: torch.cuda.memory._dump_snapshot writes a snapshot, and "
+    "llmconsole show SNAPSHOT --memory says who holds the memory."
+)
+_COLLECTIVES = (
+    "A Recorder in the training script writes them. Without it: set TORCH_FR_BUFFER_SIZE=2000 and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give the directory of the dumps to llmconsole show DUMPS --ranks."
+)
 
 
 class Machine(msgspec.Struct, kw_only=True):
@@ -27,15 +36,15 @@ class Machine(msgspec.Struct, kw_only=True):
     latency: tuple[Latency, ...] | None = None
 
 
-def print_memory(args: argparse.Namespace) -> int:
+def print_memory(args: argparse.Namespace, look: Look) -> int:
     """Print the ledger of the step at which most was allocated, and who held the peak."""
-    ledger = msgspec.convert(_ask("memory", {"path": args.capsule}), MemoryLedger | None)
-    stacks = msgspec.convert(_ask("stacks", {"path": args.capsule}), LiveStacks | None)
+    ledger = msgspec.convert(look("memory"), MemoryLedger | None)
+    stacks = msgspec.convert(look("stacks"), LiveStacks | None)
     if args.json:
         print_json(Machine(memory=ledger, stacks=stacks))
         return 0
     if ledger is None and stacks is None:
-        return _nothing("no ledger of memory was captured")
+        return _nothing("no ledger of memory was captured", _LEDGER)
     from ..ledger_table import ledger_text
     from ..stack_table import stacks_text
 
@@ -47,26 +56,26 @@ def print_memory(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_ranks(args: argparse.Namespace) -> int:
+def print_ranks(args: argparse.Namespace, look: Look) -> int:
     """Print the grid around the first collective in which ranks differ."""
     screen = console()
     columns = max(8, screen.width - _BESIDE)
-    found = msgspec.convert(_ask("ranks", {"path": args.capsule, "columns": columns, "rows": RANKS}), RanksGrid)
+    found = msgspec.convert(look("ranks", columns=columns, rows=RANKS), RanksGrid)
     if args.json:
         print_json(Machine(ranks=found))
         return 0
     if not found.count:
-        return _nothing("neither collectives nor times of ranks were captured")
+        return _nothing("neither collectives nor times of ranks were captured", _COLLECTIVES)
     from ..ui.views.ranks import grid_text
 
     screen.print(grid_text(found, screen.width))
     return 0
 
 
-def print_latency(args: argparse.Namespace) -> int:
+def print_latency(args: argparse.Namespace, look: Look) -> int:
     """Print the waterfall of the time to first token, and of the whole request."""
     measures = ("ttft", "e2e")
-    answers = [_ask("latency", {"path": args.capsule, "measure": measure}) for measure in measures]
+    answers = [look("latency", measure=measure) for measure in measures]
     found = tuple(msgspec.convert(each, Latency) for each in answers if each is not None)
     if args.json:
         print_json(Machine(latency=found))
@@ -81,14 +90,8 @@ def print_latency(args: argparse.Namespace) -> int:
     return 0
 
 
-def _nothing(words: str) -> int:
+def _nothing(words: str, advice: str = "") -> int:
     console().print(f" {words}")
+    if advice:
+        console().print(f" {advice}", style="bright_black")
     return 0
-
-
-def _ask(method: str, params: dict[str, Any]) -> Any:
-    with Worker() as worker:
-        try:
-            return worker.call(method, params)
-        except WorkerError as error:
-            raise CommandError(error) from error

@@ -18,6 +18,7 @@ from ..casebook.notebook import Hypothesis, Notebook, Statistics
 from ..output import OK, CommandError, console, narrate, print_json
 from ..text import one_line, visible
 from ..worker import Worker
+from .evidence import import_command, sources
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -88,9 +89,7 @@ def run(args: argparse.Namespace, now: Callable[[], datetime] = lambda: datetime
     if args.action == "statistics":
         return _statistics(args)
     capsule = Path(args.capsule)
-    if not is_capsule(capsule):
-        advice = "llmconsole import makes a capsule of a raw file" if capsule.is_file() else "give a capsule"
-        raise CommandError(f"{capsule} is not a capsule; {advice}")
+    require_capsule(capsule)
     if args.action == "show":
         book = read_notebook(capsule)
     elif args.action == "open":
@@ -101,6 +100,23 @@ def run(args: argparse.Namespace, now: Callable[[], datetime] = lambda: datetime
             _write_down(book, args, observed, now())
     _print(args, capsule, book, now())
     return OK
+
+
+def require_capsule(path: Path) -> None:
+    """An incident needs a capsule that stays.
+
+    Raises:
+        CommandError: the path is none; the line says how to come to one.
+    """
+    if is_capsule(path):
+        return
+    with Worker() as worker:
+        found = [each for each in sources(worker, [str(path)]) if not each.remark]
+    if problem := next((each.problem for each in found if each.problem), ""):
+        raise CommandError(problem)
+    made = ", ".join(str(each.path) for each in found[:3] if not each.files)
+    advice = f"give one of those in it: {made}" if made else f"make one of it first: {import_command(path)}"
+    raise CommandError(f"{path} is not a capsule; {advice}")
 
 
 def _open(capsule: Path, now: datetime) -> Notebook:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from ..looks.sheets import BatchSheet, LayerSheet
-from ..output import CommandError, console, print_json
-from ..worker import Worker, WorkerError
+from ..output import console, print_json
+from .evidence import Look
 
 #: Samples and tokens of a sample printed; the rest is in the console.
 SAMPLES, TOKENS = 64, 2_000
-
-Sheet = TypeVar("Sheet", LayerSheet, BatchSheet)
 
 
 class Layers(msgspec.Struct, kw_only=True):
@@ -31,9 +29,9 @@ class BatchPage(msgspec.Struct, kw_only=True):
     batch: BatchSheet
 
 
-def print_layers(args: argparse.Namespace) -> int:
+def print_layers(args: argparse.Namespace, look: Look) -> int:
     """Print the sheet of one step."""
-    sheet = _ask("layers", LayerSheet, {"path": args.capsule, "kind": args.kind, "step": _given(args.layers)})
+    sheet = msgspec.convert(look("layers", kind=args.kind, step=_given(args.layers)), LayerSheet)
     if args.json:
         print_json(Layers(layers=sheet))
         return 0
@@ -52,10 +50,10 @@ def print_layers(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_batch(args: argparse.Namespace) -> int:
+def print_batch(args: argparse.Namespace, look: Look) -> int:
     """Print the samples of one batch."""
-    params = {"path": args.capsule, "step": _given(args.batch), "samples": SAMPLES, "tokens": TOKENS}
-    sheet = _ask("batch", BatchSheet, params)
+    found = look("batch", step=_given(args.batch), samples=SAMPLES, tokens=TOKENS)
+    sheet = msgspec.convert(found, BatchSheet)
     if args.json:
         print_json(BatchPage(batch=sheet))
         return 0
@@ -73,14 +71,6 @@ def print_batch(args: argparse.Namespace) -> int:
             screen.print(line)
     screen.print(f" {table.legend(sheet)}", style="bright_black")
     return 0
-
-
-def _ask(method: str, kind: type[Sheet], params: dict[str, Any]) -> Sheet:
-    with Worker() as worker:
-        try:
-            return msgspec.convert(worker.call(method, params), kind)
-        except WorkerError as error:
-            raise CommandError(error) from error
 
 
 def _given(step: int | str) -> int | None:

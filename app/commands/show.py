@@ -1,8 +1,12 @@
-"""What a capsule holds: manifest, inventory of the evidence, damage, and the eight things that a replay needs."""
+"""What a capsule holds: manifest, inventory of the evidence, damage, and the eight things that a replay needs.
+
+CAPSULE is a capsule, a raw evidence file, or a directory that holds one job of either.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +15,7 @@ import msgspec
 from ..output import CommandError, console, print_json
 from ..text import one_line
 from ..worker import Worker, WorkerError
+from .evidence import look_at, one_job
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,7 +64,7 @@ _SAID_ALREADY = frozenset({"id", "title", "path", "status", "ranks", "replay", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("capsule", metavar="CAPSULE", help="the capsule's directory")
+    parser.add_argument("capsule", metavar="CAPSULE", help="a capsule, a raw file, or a directory of one job")
     sheet = parser.add_mutually_exclusive_group()
     sheet.add_argument(
         "--layers",
@@ -93,17 +98,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the capsule holds, or a part of it."""
-    if args.layers is not None or args.batch is not None:
-        from .sheets import print_batch, print_layers
-
-        return print_batch(args) if args.batch is not None else print_layers(args)
-    if args.memory or args.ranks or args.latency:
-        from .machine import print_latency, print_memory, print_ranks
-
-        return (print_memory if args.memory else print_ranks if args.ranks else print_latency)(args)
     with Worker() as worker:
         try:
-            facts = worker.call("show", {"path": args.capsule})
+            evidence = one_job(worker, args.capsule)
+            if args.layers is not None or args.batch is not None:
+                from .sheets import print_batch, print_layers
+
+                return (print_layers if args.batch is None else print_batch)(args, look_at(worker, evidence))
+            if args.memory or args.ranks or args.latency:
+                from .machine import print_latency, print_memory, print_ranks
+
+                part = print_memory if args.memory else print_ranks if args.ranks else print_latency
+                return part(args, look_at(worker, evidence))
+            facts = worker.call("show", {"path": os.fspath(evidence.path), "files": list(evidence.files)})
         except WorkerError as error:
             raise CommandError(error) from error
     facts["replayable"] = all(item["present"] for item in facts["replay"])

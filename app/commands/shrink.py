@@ -21,7 +21,7 @@ import msgspec
 from ..output import OK, CommandError, narrate, print_json
 from ..text import one_line
 from ..worker import Worker, WorkerError
-from .analyze import Evidence, sources
+from .evidence import one_job
 
 _LATER = "shrinking by running your own code (--entry) comes in a later version"
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if target is not None and os.path.lexists(target) and not args.force:
         raise CommandError(f"{target} is there already; --force replaces it")
     with Worker() as worker:
-        evidence = _one(worker, args.capsule)
+        evidence = one_job(worker, args.capsule)
         try:
             params = {"path": os.fspath(evidence.path), "files": list(evidence.files)}
             found = worker.call("two_ranks", params)
@@ -84,22 +84,6 @@ def run(args: argparse.Namespace) -> int:
         print(one_line(target, 4000))
         narrate(f"python {target} starts both ranks; it ends with status 1 where they fail as the job did")
     return OK
-
-
-def _one(worker: Worker, path: str) -> Evidence:
-    """The evidence behind a path that holds one job."""
-    found: list[Evidence] = []
-    for each in sources(worker, [path]):
-        if each.problem:
-            raise CommandError(each.problem)
-        if each.remark:
-            narrate(each.remark)
-        else:
-            found.append(each)
-    if len(found) != 1:
-        names = ", ".join(str(each.path) for each in found[:3]) + (", …" if len(found) > 3 else "")
-        raise CommandError(f"{path}: holds {len(found)} jobs; name one of them ({names})")
-    return found[0]
 
 
 def _why_not(path: str, found: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmconsole.app.cli import COMMANDS
+from llmconsole.app.cli import COMMANDS, main
 
 from . import capsules
 from .conftest import TEST_FILE, Run, git
@@ -87,6 +87,19 @@ class TestDispatch:
     def test_a_wrong_command_line_is_one_line(self, cli: Run, arguments: tuple[str, ...]):
         assert "--help" in one_error_line(cli(*arguments))
 
+    def test_a_wrong_command_line_is_put_right(self, capsys: pytest.CaptureFixture[str]):
+        for arguments, words in (
+            (["--json", "analyze", "a b"], "options come after the command: llmconsole analyze 'a b' --json"),
+            (["show", "x", "--rank"], "(did you mean --ranks?)"),
+            (["show", "x", "--mem=3"], "(did you mean --memory?)"),
+            (["incident", "note", "x", "y", "--jsn"], "(did you mean --json?); see llmconsole incident note --help"),
+            (["show", "x", "y", "-q"], "unrecognized arguments: y -q; see"),
+        ):
+            assert main(arguments) == 2
+            said = capsys.readouterr()
+            assert (said.out, said.err.count("\n")) == ("", 1)
+            assert words in said.err
+
     def test_importing_the_command_line_loads_nothing_heavy(self):
         heavy = ("torch", "numpy", "h5py", "git", "rich", "msgspec", "textual", "polars", "markdown_it", "platformdirs")
         script = f"import sys, llmconsole.app.cli; print([name for name in {heavy} if name in sys.modules])"
@@ -139,7 +152,19 @@ class TestExitStatus:
 
     def test_two_for_a_directory_without_capsules(self, cli: Run, tmp_path: Path):
         (tmp_path / "empty").mkdir()
-        assert "no capsule in this directory" in one_error_line(cli("analyze", "empty"))
+        line = one_error_line(cli("analyze", "empty"))
+        assert "no capsule in this directory" in line
+        assert "; give the directory of a Recorder, or one in which logs" in line
+
+    def test_two_for_a_part_of_a_capsule_which_is_no_evidence_alone(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        monkeypatch.chdir(runs)
+        (part,) = Path("nan.capsule").glob("ranks/rank*")
+        for path in (part, part / "scalars.bin", Path("nan.capsule/capsule.json")):
+            assert main(["analyze", str(path)]) == 2
+            words = f"{path}: is a part of a capsule; give the whole one: nan.capsule"
+            assert capsys.readouterr() == ("", f"llmconsole: {words}\n")
 
     def test_two_for_a_manifest_that_cannot_be_read(self, cli: Run, tmp_path: Path):
         (tmp_path / "bad.capsule").mkdir()

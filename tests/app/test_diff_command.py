@@ -98,7 +98,7 @@ def test_several_runs_in_a_directory_must_be_told_apart(tmp_path: Path, run: Cal
         capsule(tmp_path / "runs" / f"{name}.capsule", LOSSES)
     status, _, err = run(tmp_path / "runs", log(tmp_path / "a.log", LOSSES))
     assert status == 2
-    assert "holds 2 runs" in err
+    assert "holds 2 jobs" in err
 
 
 def test_hostile_titles_reach_no_terminal(tmp_path: Path, run: Callable[..., Any]) -> None:

@@ -11,10 +11,12 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmconsole.app import imports
-from llmconsole.app.commands.analyze import sources
+from llmconsole.app.cli import main
+from llmconsole.app.commands.evidence import sources
 from llmconsole.app.worker import Worker, WorkerError
 
 from .conftest import Run
@@ -38,6 +40,21 @@ def log(tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text(LOG)
     return path
+
+
+def dump(calls: int) -> dict[str, Any]:
+    """A flight-recorder dump of one of two ranks, after so many calls."""
+    entries = [
+        {
+            "record_id": number, "collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False,
+            "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "input_sizes": [[4]],
+            "output_sizes": [[4]], "input_dtypes": ["Float"], "output_dtypes": ["Float"], "state": "completed",
+            "retired": True, "time_created_ns": 10**18 + number, "frames": [],
+        }
+        for number in range(1, calls + 1)
+    ]  # fmt: skip
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}
+    return {"version": "2.10", "pg_config": {"0": group}, "pg_status": {}, "entries": entries}
 
 
 @pytest.fixture
@@ -126,6 +143,29 @@ class TestOtherCommands:
         shown = worker.call("show", {"path": str(log)})
         assert shown["path"] == str(log)
         assert "loss" in json.dumps(shown["inventory"])
+
+    def test_show_takes_a_directory_with_one_job_or_one_capsule(
+        self, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        def said(*arguments: str, status: int = 0) -> tuple[str, str]:
+            assert main(list(arguments)) == status
+            return capsys.readouterr()
+
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "dumps").mkdir()
+        for rank in (0, 1):
+            (tmp_path / "dumps" / f"_dump_{rank}").write_text(json.dumps(dump(calls=3 - rank)))
+        direct, _ = said("show", "dumps", "--ranks")
+        assert "first difference at 3" in direct
+        assert "missing: rank 1" in direct
+        assert said("import", "dumps", "-o", "runs") == ("runs/dumps.capsule\n", "")
+        assert said("show", "runs", "--ranks") == (direct, "")
+        whole = json.loads(said("show", "dumps", "--json")[0])
+        assert (whole["path"], whole["title"], whole["ranks"]) == ("dumps", "dumps (2 files)", [0, 1])
+
+        log.rename(tmp_path / "runs" / "train.log")
+        words = "runs: holds 2 jobs; name one of them (runs/dumps.capsule, runs/train.log)"
+        assert said("show", "runs", status=2) == ("", f"llmconsole: {words}\n")
 
     def test_a_case_asks_for_a_capsule_that_stays(self, worker: Worker, log: Path):
         with pytest.raises(WorkerError, match="llmconsole import"):

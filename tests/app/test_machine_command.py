@@ -58,6 +58,8 @@ def test_what_was_not_captured_is_said(cli: Run, tmp_path: Path) -> None:
         done = cli("show", str(tmp_path / "bare.capsule"), option)
         assert done.returncode == 0
         assert " was" in done.stdout or "no request" in done.stdout or "captured" in done.stdout
+        command = {"--memory": "llmconsole show SNAPSHOT --memory", "--ranks": "llmconsole show DUMPS --ranks"}
+        assert command.get(option, "") in " ".join(done.stdout.split())
 
 
 def test_the_doctor_says_where_keys_are_changed_and_what_is_wrong_there(cli: Run, tmp_path: Path) -> None:

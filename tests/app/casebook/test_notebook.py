@@ -201,10 +201,14 @@ def test_numbers_over_incidents_and_cases() -> None:
 def test_the_command_line_says_what_a_raw_file_needs_and_what_is_not_there(
     tmp_path: Path, broken: Path, cli: Run
 ) -> None:
-    (tmp_path / "train.log").write_text("step 1\n")
-    done = cli("incident", "open", "train.log")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "llmconsole import makes a capsule" in done.stderr
+    (tmp_path / "a job").mkdir()
+    (tmp_path / "a job" / "train.log").write_text("".join(f"step {n} loss {5 - n / 60:.3f}\n" for n in range(60)))
+    for action in ("open", "resolve"):
+        done = cli("incident", action, "a job")
+        assert (done.returncode, done.stdout) == (2, "")
+        advice = "a job is not a capsule; make one of it first: llmconsole import 'a job' -o runs"
+        assert done.stderr == f"llmconsole: {advice}\n"
+    assert cli("incident", "open", ".").stderr.endswith("not a capsule; give one of those in it: run.capsule\n")
     assert cli("incident", "open", "run.capsule").returncode == 0
     done = cli("incident", "experiment", "run.capsule", "77", "--observed", "x")
     assert done.returncode == 2
