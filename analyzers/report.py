@@ -17,6 +17,8 @@ FORMAT = "llmconsole.report/1"
 #: ``not captured`` that no rule of the stage had its evidence; ``error`` that none of those that had it finished.
 Mark = Literal["divergence", "undetermined", "consequence", "note", "error", "quiet", "not captured"]
 
+#: What stands for a rule in an error of the importer: a raw file that could not be read whole.
+IMPORT = "import"
 #: Severities that make ``analyze`` exit with status 1.
 ALARMS: frozenset[Severity | None] = frozenset({"critical", "warning"})
 
@@ -77,6 +79,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str = FORMAT
     reports: tuple[CapsuleReport, ...] = ()
+
+
+def judged(report: CapsuleReport) -> bool:
+    """Whether any rule that looks beyond the capsule itself came to an answer."""
+    return any(each.stage != "capture" and each.mark not in ("not captured", "error") for each in report.ladder)
 
 
 def exit_status(report: Report | CapsuleReport) -> int:

@@ -38,7 +38,7 @@ def analyze(
     """
     import msgspec
 
-    from ..analyzers.report import RuleError
+    from ..analyzers.report import IMPORT, RuleError
     from ..analyzers.runner import analyze as run_rules
 
     chosen = None
@@ -47,7 +47,7 @@ def analyze(
             rule for rule in _all_rules() if (not rules or rule.id in rules) and (not stages or rule.stage in stages)
         ]
     report = run_rules(_open(path, files), chosen)
-    unread = tuple(RuleError(rule="import", error=problem) for problem in imports.problems_of(path, files))
+    unread = tuple(RuleError(rule=IMPORT, error=problem) for problem in imports.problems_of(path, files))
     named = msgspec.structs.replace(report.capsule, path=path)
     findings = tuple(_with_own_cases(each, cases) for each in report.findings) if cases else report.findings
     return msgspec.structs.replace(report, capsule=named, findings=findings, errors=(*report.errors, *unread))

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyzers.finding import Candidate, Counterfactual, Evidence, Finding, Where
-from ..analyzers.report import ALARMS, CapsuleReport, Mark, Report, exit_status
+from ..analyzers.report import ALARMS, IMPORT, CapsuleReport, Mark, Report, exit_status, judged
 from .numbers import size
 from .text import ending, keep_tail, one_line
 
@@ -174,10 +174,15 @@ def _title(report: CapsuleReport, width: int) -> RenderableType:
 
 def _nothing_diverged(report: CapsuleReport) -> Text:
     ran = len(report.quiet) + len({each.rule for each in report.findings})
+    unread = any(each.rule == IMPORT for each in report.errors)
+    if unread and not judged(report):
+        return Text(" – Nothing could be judged: the evidence could not be read whole", "yellow")
     if not ran:
         return Text(" – Nothing could be judged: no rule had the evidence it needs", "yellow")
     if any(each.severity in ALARMS for each in report.findings):
         return Text(" ? No divergence was found, but see below", "yellow")
+    if unread:
+        return Text(f" ? Nothing found in what could be read: {_count(ran, 'rule')} ran", "yellow")
     return Text(f" ✓ Nothing found: {_count(ran, 'rule')} ran", "green")
 
 

@@ -43,7 +43,7 @@ def compare(left: Capsule, right: Capsule) -> Difference:
     batches, batches_compared = different_batches(left, right)
     tensors, tensors_compared = different_tensors(left, right, mine, theirs)
     if not judged and not batches_compared and not tensors_compared:
-        raise NothingShared("; ".join(notes) or "they share no series, no batch and no statistics of tensors")
+        raise NothingShared("; ".join(notes) or _nothing_shared(left, right))
     if batches_compared:
         notes.append(f"{batches_compared:,} micro-batches compared")
     if tensors_compared:
@@ -71,6 +71,13 @@ def compare(left: Capsule, right: Capsule) -> Difference:
         settings=settings,
         notes=tuple(notes),
     )
+
+
+def _nothing_shared(left: Capsule, right: Capsule) -> str:
+    """Why there is nothing to compare, and what to do instead."""
+    traces = all(next(iter(each.records("profile")), None) is not None for each in (left, right))
+    said = "two traces share" if traces else "they share"
+    return f"{said} no series, no batch and no statistics of tensors; `llmconsole analyze` tells of each by itself"
 
 
 def _known(batches: tuple[BatchDifference, ...], compared: int, different_precision: bool) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ PATH is a capsule, a raw evidence file (a log, trainer_state.json, an event file
 directory of either. Raw files of one job that lie in one directory are one report.
 
 Exit status: 0 nothing found, 1 findings of severity warning or above, 2 where any path cannot be used (the others
-are still reported).
+are still reported), or is cut so that nothing could be judged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from ...analyzers.finding import STAGES
-from ...analyzers.report import CapsuleReport, Report, exit_status
+from ...analyzers.report import IMPORT, CapsuleReport, Report, exit_status, judged
 from ..analysis import analyze_capsule, unfinished_report
 from ..output import UNUSABLE, CommandError, console, narrate, print_json
 from ..worker import Worker, WorkerError
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
                 if error.kind != "refused":
                     reports.append(unfinished_report(source.path, str(error)))
     report = Report(reports=tuple(reports))
+    usable = usable and all(judged(each) or all(error.rule != IMPORT for error in each.errors) for each in reports)
     if export is not None and reports:
         _write(report, export)
     if args.json:

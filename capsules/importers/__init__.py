@@ -204,6 +204,7 @@ def _read(importer: Importer, source: Source, run: Run) -> str:
     problem = ""
     try:
         importer.read(source, run)
+        problem = f"{source.path}: is cut at its end: {source.cut}" if source.cut else ""
     except EvidenceError as error:
         problem = str(error)
     except MemoryError:

@@ -35,7 +35,7 @@ def read(source: Source, out: Run) -> None:
     if not isinstance(document, dict):
         raise EvidenceError("is no object of metrics", str(source.path))
     if not whole:
-        out.note("the file is torn: what stands before the tear was read")
+        source.ends_early("what stands before the tear was read")
     names = tags.Names()
     for metric, described in cast("dict[str, Any]", document).items():
         if not isinstance(described, dict) or "values" not in described:

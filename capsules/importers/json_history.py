@@ -34,7 +34,7 @@ def read(source: Source, out: Run) -> None:
     """Every number of every row, as a line of JSON lines is read."""
     document, whole = decode_prefix(source.read(_LARGEST), str(source.path))
     if not whole:
-        out.note("the file is torn: what stands before the tear was read")
+        source.ends_early("what stands before the tear was read")
     rows: list[Any] = cast("list[Any]", document) if isinstance(document, list) else _rows(document, source)
     records = Records(out)
     for row in rows:

@@ -36,6 +36,8 @@ class Source:
         size: bytes on disk.
         modified: Unix seconds of the last modification.
         notes: what a reader of the result should know (a torn archive, cut lines, NUL bytes); grows while reading.
+        cut: what was read of a file whose end is surely missing; empty where it is whole. A text that may still grow is
+            none: ``unended``.
         unended: whether the line that ``lines`` yields now is the last one, and its end is missing: it may be torn.
 
     Raises:
@@ -46,6 +48,7 @@ class Source:
         self.path = Path(path)
         self.notes: dict[str, int] = {}
         self.unended = False
+        self.cut = ""
         try:
             with self._raw() as file:
                 state = os.fstat(file.fileno())
@@ -65,6 +68,10 @@ class Source:
     def note(self, what: str, times: int = 1) -> None:
         """Say something about the file; the same words are counted."""
         self.notes[what] = self.notes.get(what, 0) + times
+
+    def ends_early(self, read: str) -> None:
+        """Say that the file's end is missing, and what was ``read`` of it."""
+        self.cut = read
 
     @cached_property
     def head(self) -> bytes:
@@ -190,6 +197,7 @@ class Source:
             except (EOFError, zlib.error, OSError) as error:
                 if not quiet:
                     self.note(f"reading stopped before the end ({error})")
+                    self.cut = self.cut or "what stands before that was read"
 
 
 def _inflated(raw: IO[bytes], size: int) -> Iterator[bytes]:

@@ -61,7 +61,7 @@ def read(source: Source, out: Run) -> None:
     if not isinstance(rows, list):
         raise EvidenceError("log_history is no list of rows", str(source.path))
     if not whole:
-        out.note("the file is torn: what stands before the tear was read")
+        source.ends_early("what stands before the tear was read")
         if rows and isinstance(rows[-1], dict) and "step" not in rows[-1]:
             rows = cast("list[Any]", rows[:-1])  # keys are sorted: the tear took the row's step
     if isinstance(state, dict):

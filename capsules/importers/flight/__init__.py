@@ -76,7 +76,7 @@ def _decoded(source: Source, where: str, out: Run) -> Any:
         return load_plain(source.read(_LARGEST, GROWTH), where)
     value, whole = decode_prefix(source.read(_LARGEST, _JSON_GROWTH), where)
     if not whole:
-        out.note("the file is torn: what stands before the tear was read")
+        source.ends_early("what stands before the tear was read")
     return value
 
 

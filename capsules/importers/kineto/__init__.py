@@ -84,6 +84,8 @@ def read(source: Source, out: Run) -> None:
         if timeline.events >= _MOST_EVENTS:
             out.note(f"more than {_MOST_EVENTS:,} events; the first are read")
             break
+    if trace.torn or source.cut:
+        source.ends_early(f"{timeline.events:,} events were read")
     if timeline.odd:
         out.note("events without a usable time were left out", timeline.odd)
     header = trace.header

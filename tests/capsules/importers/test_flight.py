@@ -254,9 +254,11 @@ class TestForms:
         assert str(tmp_path / "dump_1") in done.problems[0]
         assert list(states(Capsule.open(done.path))) == [0]
 
-    def test_a_torn_json_is_read_up_to_the_tear(self, job):
+    def test_a_torn_json_is_read_up_to_the_tear(self, tmp_path):
         text = json.dumps(dump([entry(number) for number in range(5)]))
-        capsule = job({"dump_0.json": text[: text.rindex('"record_id"') - 2].encode()})
+        path = tmp_path / "dump_0.json"
+        path.write_text(text[: text.rindex('"record_id"') - 2])
+        capsule = imported([path], tmp_path, (f"{path}: is cut at its end: what stands before the tear was read",))
         assert len(capsule.records("collectives")) == 4
 
     def test_a_trace_of_the_profiler_that_lists_groups_is_none(self, tmp_path):
