@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import sys
 import threading
 from typing import Any
@@ -40,16 +41,16 @@ def main() -> None:
 def _read(requests: queue.SimpleQueue[bytes]) -> None:
     """Pass requests on; when the input ends, so does the process, in the middle of a call too."""
     pending = b""
-    # Unbuffered: a lock of sys.stdin held by this thread would abort the interpreter when it ends.
-    while chunk := os.read(0, 1 << 20):
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
-            requests.put(line)
-    if scratch := os.environ.get("LLMCONSOLE_SCRATCH"):  # whoever asked may have died without removing it
-        import shutil
-
-        shutil.rmtree(scratch, ignore_errors=True)
-    os._exit(0)
+    try:
+        # Unbuffered: a lock of sys.stdin held by this thread would abort the interpreter when it ends.
+        while chunk := os.read(0, 1 << 20):
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                requests.put(line)
+        if scratch := os.environ.get("LLMCONSOLE_SCRATCH"):  # whoever asked may have died without removing it
+            shutil.rmtree(scratch, ignore_errors=True)
+    finally:  # whatever happens in here, a worker that nobody hears must not work on
+        os._exit(0)
 
 
 def _limit_memory(size: int) -> None:
