@@ -118,7 +118,7 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     if is_device_failure(first) or (_follows(first) and _of_two_sizes(capsule)):
         return
     if _lost(first):
-        yield _lost_peer(capsule, first, len(own))
+        yield _silent_end(capsule, errors) or _lost_peer(capsule, first, len(own))
         return
     yield _host(first, len(own)) if is_host_failure(first) else _exception(capsule, first, len(own))
 

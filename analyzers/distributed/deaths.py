@@ -78,10 +78,11 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     """
     found = diagnosis(capsule)
     aborted = {each["rank"] for each in found.calls.timeouts}
+    aborted |= (gone := _answered(capsule))
     if met := size_events(capsule):  # Gloo ends the rank that receives; where it is not told, it may be any
         untold = any(each.get("told") is False for each in met)
         aborted |= set(last_exits(capsule)) if untold else {each["rank"] for each in met}
-    deaths = _deaths(capsule, aborted)
+    deaths = _deaths(capsule, aborted, gone)
     if not deaths:
         return
     exits = last_exits(capsule)
@@ -127,10 +128,10 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     )
 
 
-def _deaths(capsule: Capsule, gave_up: set[int]) -> list[Death]:
+def _deaths(capsule: Capsule, gave_up: set[int], gone: set[int]) -> list[Death]:
     """Ends of ranks that are no answer to another rank's end, one a rank, the earliest first in time.
 
-    The watchdogs of the ranks in ``gave_up`` abort their own processes.
+    The ranks in ``gave_up`` abort their own processes; those in ``gone`` say in exceptions that another one is gone.
     """
     found: dict[int, Death] = {}
 
@@ -168,11 +169,23 @@ def _deaths(capsule: Capsule, gave_up: set[int]) -> list[Death]:
             take(rank, "oom" if out else "signal", message, event.get("t"), step)
     for rank, end in exits.items():
         kind, message = end.get("kind"), str(end.get("message") or "")
+        if kind == "exception" and rank in gone and message.startswith("exit code"):
+            continue  # its exception has said why
         if kind in ("oom", "exception", "signal") and not message.startswith(tuple(SECONDARY)):
             take(rank, kind, message or str(kind), end.get("t"), None)
     if (silent := _silently(capsule)) is not None and silent[0] not in found:
         found[silent[0]] = Death(silent[0], "signal", silent[1], None, None, silent=True)
     return list(found.values())
+
+
+def _answered(capsule: Capsule) -> set[int]:
+    """Ranks all of whose exceptions say that another one is gone or did not come."""
+    said: dict[int, bool] = {}
+    for each in capsule.records("events"):
+        if each.get("kind") == "exception" and each.get("told") is not False:
+            follows = GAVE_UP.search(f"{each.get('type')}: {each.get('message')}") is not None
+            said[each["rank"]] = said.get(each["rank"], True) and follows
+    return {rank for rank, follows in said.items() if follows}
 
 
 def _silently(capsule: Capsule) -> tuple[int, str] | None:

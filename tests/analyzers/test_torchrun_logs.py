@@ -101,6 +101,29 @@ def test_the_rank_that_raised_is_named_and_not_the_one_that_lost_it(read: Read):
         assert fired(report)[FAILED].where.rank == 1
 
 
+@pytest.mark.fires(DIED)
+def test_an_abort_that_answers_a_lost_peer_is_no_end_of_its_own(read: Read):
+    thrown = "terminate called after throwing an instance of 'gloo::IoException'\n"
+    errors = f"{thrown}  what():  {PEER}\n{trace(PEER, '[rank0]: ')}===\nFailures:\n"
+    report = read(STEPS + errors + summary((1, -6, "SIGABRT"), (0, 1, ""), (2, -11, "SIGSEGV")))
+    assert report.first_divergence is not None
+    assert (report.first_divergence.rule, report.first_divergence.where.rank) == (DIED, 2)
+    assert fired(report)[FAILED].where.rank == 2
+    lost = fired(read(STEPS + errors + summary((1, -6, "SIGABRT"), (0, 1, ""))))
+    assert list(lost) == [FAILED]
+    assert lost[FAILED].where.rank is None
+
+
+@pytest.mark.fires(DIED)
+def test_an_error_of_a_library_that_nobody_caught_is_its_ranks(read: Read):
+    thrown = "terminate called after throwing an instance of 'std::logic_error'\n"
+    errors = f"{thrown}  what():  no such key\n{trace(PEER, '[rank0]: ')}"
+    report = read(STEPS + errors + "===\nFailures:\n" + summary((1, -6, "SIGABRT"), (0, -15, "SIGTERM")))
+    assert report.first_divergence is not None
+    assert (report.first_divergence.rule, report.first_divergence.where.rank) == (DIED, 1)
+    assert "std::logic_error: no such key" in report.first_divergence.summary
+
+
 @pytest.mark.fires(FAILED)
 def test_of_errors_without_a_time_the_first_one_counts(read: Read):
     errors = trace("KeyError: 'b'", "[rank2]: ") + trace("ValueError: a", "[rank0]: ")
