@@ -132,10 +132,12 @@ def _jobs(folder: Path, count: int) -> None:
             continue  # too few steps to tell: not counted
         with path.open("wb") as file:
             pickle.dump(device.snapshot(), file)
-        first = analyze(Capsule.open(import_files([path], folder / "capsules", attach=False)), rules).first_divergence
+        report = analyze(Capsule.open(import_files([path], folder / "capsules", attach=False)), rules)
+        first = report.first_divergence
         if kind == "leak":
             leaks += 1
-            found += first is not None and "train.py:88" in first.summary
+            # Half a kilobyte a step fills no device: it is named in a remark.
+            found += any("train.py:88" in each.summary for each in report.findings)
             wrong += first is not None and "train.py:88" not in first.summary
         else:
             honest += 1

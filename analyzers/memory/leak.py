@@ -17,6 +17,7 @@ from .lengths import length_curves, rank_correlation
 from .oom import failures, gib
 from .thresholds import (
     CURVE_BYTES,
+    CURVE_CLEARED,
     CURVE_EVEN,
     CURVE_JUMP,
     CURVE_POINTS,
@@ -57,7 +58,8 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
         optimizer's stacks or the calls of backward (likely); where only the trace's rhythm shows them it is
         undetermined, unless the stack is no part of a forward pass and holds 32 blocks. Below 4 KiB a step it is info.
         Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
-        more than a quarter of it; it may fall back at the ends of epochs (likely).
+        more than a quarter of it; it may fall back at the ends of epochs (likely; a remark where it fell back three
+        times and no allocation failed).
     Looks like it but is not:
         The first steps, the optimizer's state, a cache that fills up and stays, a window of the last losses, a KV
         cache or activations that grow with the lengths, outputs that an evaluation keeps till its end, memory that
@@ -219,11 +221,14 @@ def _from_curve(capsule: Capsule, rises: list[Rise]) -> Finding:
         words += (
             f" It fell back at step {', '.join(f'{each:,}' for each in first.resets[:4])}, as at the end of an epoch."
         )
+    # What was given back so often, and filled no device, is a list that is cleared in time.
+    bounded = len(first.resets) >= CURVE_CLEARED and not failures(capsule)
     ranks = {each.rank for each in rises}
     full = [] if capacity is None else [Evidence(name="capacity", value=capacity, unit="B")]
     return Finding(
+        severity="info" if bounded else None,
         confidence="likely",
-        title="Memory leaks step after step",
+        title="Memory rises and is given back" if bounded else "Memory leaks step after step",
         summary=words + (f" {len(ranks)} ranks do the same." if len(ranks) > 1 else ""),
         where=Where(step=first.first, rank=first.rank),
         evidence=(

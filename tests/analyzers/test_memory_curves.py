@@ -55,6 +55,11 @@ class TestACurveThatRises:
         assert growth.value == pytest.approx(3.2e6, rel=0.02)
         assert "step 4,850" in finding.summary
 
+    def test_that_is_given_back_every_so_often_is_a_remark(self, build: Build):
+        step = np.arange(600)
+        [finding] = says(LEAK, self.curve(build, 6.1e10 + 1e8 * (step % 20)))
+        assert (finding.severity, finding.title) == ("info", "Memory rises and is given back")
+
     @pytest.mark.fires(LEAK)
     @pytest.mark.recorded(LEAK)
     def test_in_a_log_of_deepspeed_is_a_leak(self, tmp_path: Path):
