@@ -78,7 +78,9 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     """
     found = diagnosis(capsule)
     aborted = {each["rank"] for each in found.calls.timeouts}
-    aborted |= (gone := _answered(capsule))
+    # A rank whose call did not match another's says so in its exception; its exit code is no further end.
+    unequal = {rank for each in found.calls.mismatches for rank in (each["rank"], each.get("other_rank"))}
+    aborted |= (gone := _answered(capsule) | {rank for rank in unequal if type(rank) is int})
     if met := size_events(capsule):  # Gloo ends the rank that receives; where it is not told, it may be any
         untold = any(each.get("told") is False for each in met)
         aborted |= set(last_exits(capsule)) if untold else {each["rank"] for each in met}

@@ -76,7 +76,7 @@ HOSTILE = {
     "the same, made from marks": b"\x80\x02}" + b"(" * 500_000 + b"t" * 500_000 + b"Ns.",
     "a key with 2 ** 60 paths through it": b"\x80\x02}N" + b"2\x86" * 60 + b"Ns.",
     "the same through a memo": b"\x80\x02}N" + b"q\x00h\x00\x86" * 60 + b"Ns.",
-    "more lists than its size allows": b"\x80\x02(" + b"]" * 4_000_000 + b"l.",
+    "more lists than its size allows": b"\x80\x02(" + b"]" * 24_000_000 + b"l.",
     "a list as a key": b"\x80\x02}]Ns.",
     "torn": pickle.dumps(DUMP, 2)[:-9],
     "torn in a frame": pickle.dumps(DUMP, 4)[:-9],
