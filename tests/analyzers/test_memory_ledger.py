@@ -274,7 +274,7 @@ def test_a_table_of_the_allocator_measures_no_term(build: Make, findings_of: Fin
 @pytest.mark.fires(LEDGER)
 def test_the_stacks_that_hold_most_are_named_by_the_jobs_own_lines(build: Make, findings_of: Findings):
     library = {"name": "forward", "file": "/x/site-packages/torch/nn/modules/linear.py", "line": 125}
-    own = {"name": "forward", "file": "/work/job/model.py", "line": 77}
+    own = {"name": "forward", "file": "/home/me/job/model.py", "line": 77}
 
     def fill(writer: Any) -> None:
         writer.record("memory", {"allocated": 4 * GIB, "peak": 4 * GIB})
