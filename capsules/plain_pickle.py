@@ -46,7 +46,8 @@ _TUPLES = b"\x85\x86\x87"
 _RUN, _BYTES_APART = 24, 8
 #: The same for the older opcode, which is also a letter: closer together than any text has it.
 _MARKED, _LETTERS_APART = b"t", 4
-_SCANNED = 16 * MIB
+#: Bytes looked at together: what is made of them stays in the cache of the processor.
+_SCANNED = MIB // 4
 _MEMOIZING = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 #: A protocol of 2 to 5, perhaps a frame, and then a container, a mark or a memo's place.
 _START = re.compile(rb"\x80[\x02-\x05](?:\x95.{6}\0\0)?[\]}()]", re.DOTALL)

@@ -7,7 +7,6 @@ device's allocator did before, the last so many events). Source of the fields: i
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...allocator import History
+from ...collector import collector_still
 from ...errors import EvidenceError
 from ...limits import GIB
 from ...plain_pickle import GROWTH, integer, load_plain, looks_like_pickle, text, top_level_keys
@@ -69,16 +69,13 @@ def read(source: Source, out: Run) -> None:
         EvidenceError: the file is no pickle of plain data, is too large for the memory there is, or no snapshot.
     """
     where = str(source.path)
-    data: Any = load_plain(source.read(_MOST_BYTES, GROWTH), where)
-    collecting = gc.isenabled()
-    gc.disable()  # millions of containers are alive, none of them garbage
-    try:
-        devices = _devices(data, out.note, where)
-        _say_what_else(data, out)
-    finally:
-        del data  # before anything else is made: it takes most of the memory
-        if collecting:
-            gc.enable()
+    with collector_still():  # from the first container to the last: millions are alive, none of them garbage
+        data: Any = load_plain(source.read(_MOST_BYTES, GROWTH), where)
+        try:
+            devices = _devices(data, out.note, where)
+            _say_what_else(data, out)
+        finally:
+            del data  # before anything else is made: it takes most of the memory
     found = [_accounted(each(), out.note) for each in devices]
     named = rank_in_name(source.path) is not None
     if named and len(found) > 1:

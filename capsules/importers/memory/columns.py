@@ -18,6 +18,8 @@ from .frames import StackTable
 MOST_BYTES: Final = 1 << 42
 _MOST_TIME: Final = 1 << 53
 _OTHER: Final = 255
+#: Events of which one field after the other is read: all of them at once would leave the processor's cache each time.
+_PIECE: Final = 2048
 #: What older files call an action, and what they mean.
 _CODES: Final = {name: code for code, name in enumerate(ACTIONS)} | {"free": ACTIONS.index("free_completed")}
 _ACTIVE: Final = "active_allocated"
@@ -99,6 +101,14 @@ def events(trace: Sequence[Any], stacks: StackTable, pools: Pools, note: Note) -
 
 def _columns(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
     """Raises whatever a field of the wrong type makes Python or NumPy raise."""
+    pieces = [_piece(trace[at : at + _PIECE], stacks, pools) for at in range(0, len(trace) or 1, _PIECE)]
+    return Columns(
+        **{name: np.concatenate([getattr(each, name) for each in pieces]) for name in Columns.__dataclass_fields__}
+    )
+
+
+def _piece(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
+    """The columns of a few events, which are read field by field."""
     count = len(trace)
     try:
         action = np.fromiter(map(_CODES.__getitem__, map(itemgetter("action"), trace)), np.uint8, count)
@@ -107,13 +117,13 @@ def _columns(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
     address = _integers(trace, "addr")
     failures = np.flatnonzero(action == OOM)
     address[failures] = [trace[at].get("device_free", 0) for at in failures.tolist()]
-    # Lists of frames are shared: each is looked at once.
     try:
-        lists = np.fromiter(map(id, map(itemgetter("frames"), trace)), np.int64, count)
+        frames = list(map(itemgetter("frames"), trace))
     except KeyError:
-        lists = np.fromiter((id(event.get("frames")) for event in trace), np.int64, count)
-    _, first, which = np.unique(lists, return_index=True, return_inverse=True)
-    numbers = [stacks.number(trace[at].get("frames")) for at in first.tolist()]
+        frames = [event.get("frames") for event in trace]
+    # Lists of frames may be shared: each is looked at once.
+    _, first, which = np.unique(np.fromiter(map(id, frames), np.int64, count), return_index=True, return_inverse=True)
+    numbers = stacks.numbers([frames[at] for at in first.tolist()])
     pool = np.zeros(count, np.int16)
     if any("pool_id" in event for event in (*trace[:1], *trace[-1:])):
         pool = np.fromiter((pools.number(event.get("pool_id")) for event in trace), np.int16, count)
@@ -124,7 +134,7 @@ def _columns(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
         stream=_integers(trace, "stream"),
         pool=pool,
         time_us=_integers(trace, "time_us"),
-        stack=np.array(numbers, np.int32)[which] if count else np.zeros(0, np.int32),
+        stack=np.array(numbers, np.int32)[which],
     )
 
 

@@ -8,6 +8,9 @@ transformers (``cache_utils.py``). They are signs, no proof: where there is none
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any, Final, cast
 
 import numpy as np
@@ -66,6 +69,7 @@ _ORDER: Final = (
     (_MADE, "parameter"),
 )
 _NOTHING: Named = ("", "", 0)
+_SAID: Final = itemgetter("name", "filename", "line")
 
 
 class StackTable:
@@ -80,11 +84,20 @@ class StackTable:
         self._frame_numbers: dict[Named, int] = {}
         self._signs: dict[Named, int] = {}
         self._by_frame: dict[int, Named] = {}
-        self._by_members: dict[tuple[int, ...], int] = {}
+        self._by_members: dict[tuple[int, ...], int] = {(): 0}
+        self._by_said: dict[tuple[tuple[Any, ...], ...], int] = {}
         self._by_content: dict[tuple[Named | int, ...], int] = {}
         self._starts: list[int] = [0, 0, 0]
         self._members: list[int] = []
         self._category: list[int] = [0, 0]
+
+    def numbers(self, lists: Sequence[Any]) -> list[int]:
+        """``number`` of each of many."""
+        try:
+            found = list(map(self._by_members.get, map(tuple, map(partial(map, id), lists))))
+        except TypeError:  # something is no list
+            return [self.number(each) for each in lists]
+        return [self.number(each) if known is None else known for each, known in zip(lists, found, strict=True)]
 
     def number(self, frames: Any) -> int:
         """The number of a list of frames as a snapshot holds it; 0 where it is none."""
@@ -96,10 +109,22 @@ class StackTable:
         members = tuple(map(id, listed))
         known = self._by_members.get(members)
         if known is None:
-            # A file that shares no frames has new ones with each event: then only what they say counts.
-            known = self._content([self._named(each) for each in listed])
+            known = self._by_what_they_say(listed)
             if len(self._by_members) < MOST_STACKS:
                 self._by_members[members] = known
+        return known
+
+    def _by_what_they_say(self, frames: list[Any]) -> int:
+        """The number of frames that are new: in a file that shares none, each event has its own."""
+        try:
+            said = tuple(map(_SAID, frames))
+            known = self._by_said.get(said)
+        except (KeyError, TypeError):  # a frame of another shape
+            return self._content([self._named(each) for each in frames])
+        if known is None:
+            known = self._content([self._named(each) for each in frames])
+            if len(self._by_said) < MOST_STACKS:
+                self._by_said[said] = known
         return known
 
     def stacks(self) -> Stacks:

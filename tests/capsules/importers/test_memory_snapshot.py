@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import pickle
 import random
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from llmconsole.capsules import Capsule
 from llmconsole.capsules.allocator import History
 from llmconsole.capsules.errors import EvidenceError
-from llmconsole.capsules.importers import import_files, recognise
+from llmconsole.capsules.importers import import_files, memory, recognise
 from llmconsole.capsules.importers.jobs import jobs
 from llmconsole.capsules.importers.memory import frames, histories, rank_in_name
 from llmconsole.capsules.importers.memory.frames import category_of
+from llmconsole.capsules.plain_pickle import load_plain
 
 ROOT = str(Path(__file__).resolve().parents[3])
 if ROOT not in sys.path:
@@ -521,6 +523,45 @@ class TestAHostileFile:
         [history] = histories({"device_traces": [events]}, notes.note)
         assert sorted(int((history.stack == each).sum()) for each in (2, 3)) == [1000, 1000]
         assert not any("more stack traces" in each for each in notes.notes)
+
+    @pytest.mark.parametrize("odd", [{}, {"line": "7"}, {"name": None}, {"filename": b"x.py"}])
+    def test_with_frames_written_anew_for_each_event_has_the_stacks_of_one_that_shares_them(self, odd: dict[str, Any]):
+        """``odd`` is what one frame says that no frame of torch does."""
+        device = CachingAllocator(GIB)
+        for turn in range(200):
+            device.malloc(MIB, LINES[turn % len(LINES)])
+        shared = device.snapshot()
+        trace = shared["device_traces"][0]
+        trace[-1]["frames"] = [{**trace[-1]["frames"][0], **odd}, {"name": "main"}]
+        anew = [{**event, "frames": [dict(each) for each in event["frames"]]} for event in trace]
+        [one], [other] = histories_of({"device_traces": [trace]}), histories_of({"device_traces": [anew]})
+        assert list(map(one.stacks.of, one.stack.tolist())) == list(map(other.stacks.of, other.stack.tolist()))
+        assert len(one.stacks) == len(other.stacks)
+
+    def test_is_read_without_a_look_of_the_collector_at_its_containers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        device = CachingAllocator(GIB)
+        for turn in range(2000):
+            device.free(device.malloc(MIB, LINES[turn % len(LINES)]))
+        looks: list[str] = []
+
+        def loaded(*given: Any) -> Any:
+            found = load_plain(*given)
+            gc.callbacks.append(look)
+            return found
+
+        def noted(data: Any, *_: Any) -> None:
+            gc.callbacks.remove(look)
+
+        def look(phase: str, _: Any) -> None:
+            looks.append(phase)
+
+        monkeypatch.setattr(memory, "load_plain", loaded)
+        monkeypatch.setattr(memory, "_say_what_else", noted)
+        self.read(tmp_path, device.snapshot())
+        assert not looks
+        assert gc.isenabled()
 
     def test_torn_anywhere_or_with_a_call_in_it_is_refused_with_one_line(self, tmp_path: Path):
         whole = pickle.dumps(small().snapshot())
