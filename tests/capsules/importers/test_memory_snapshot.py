@@ -538,29 +538,20 @@ class TestAHostileFile:
         assert list(map(one.stacks.of, one.stack.tolist())) == list(map(other.stacks.of, other.stack.tolist()))
         assert len(one.stacks) == len(other.stacks)
 
-    def test_is_read_without_a_look_of_the_collector_at_its_containers(
+    def test_is_read_with_the_collector_off_until_its_containers_are_gone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
-        device = CachingAllocator(GIB)
-        for turn in range(2000):
-            device.free(device.malloc(MIB, LINES[turn % len(LINES)]))
-        looks: list[str] = []
+        """Between two times of being off it would look at all of them."""
+        states: list[bool] = []
 
         def loaded(*given: Any) -> Any:
-            found = load_plain(*given)
-            gc.callbacks.append(look)
-            return found
-
-        def noted(data: Any, *_: Any) -> None:
-            gc.callbacks.remove(look)
-
-        def look(phase: str, _: Any) -> None:
-            looks.append(phase)
+            states.append(gc.isenabled())
+            return load_plain(*given)
 
         monkeypatch.setattr(memory, "load_plain", loaded)
-        monkeypatch.setattr(memory, "_say_what_else", noted)
-        self.read(tmp_path, device.snapshot())
-        assert not looks
+        monkeypatch.setattr(memory, "_say_what_else", lambda *_: states.append(gc.isenabled()))
+        self.read(tmp_path, small().snapshot())
+        assert states == [False, False]
         assert gc.isenabled()
 
     def test_torn_anywhere_or_with_a_call_in_it_is_refused_with_one_line(self, tmp_path: Path):
