@@ -39,6 +39,8 @@ MOST_ACCOUNTS = 1000
 HANG_AFTER = 300.0
 #: Seconds without a heartbeat after which the watchdog renews it: a long step is no dead process.
 HEARTBEAT_EVERY = 10.0
+#: Looks at a good end, and seconds between two: Gloo's threads tell torch a moment after the call that it is over.
+LOOKS_AT_END, BETWEEN_LOOKS = 10, 0.01
 #: The file that says that a rank hangs, no evidence.
 FLAG = f"{TEMPORARY}hang"
 
@@ -237,6 +239,11 @@ class Ranks:
 
     def _collect_all(self) -> bool:
         done = self._collectives.collect(everything=True, wait=5.0)
+        for _ in range(LOOKS_AT_END):
+            if self._exit is None or self._exit["kind"] != "ok" or self._collectives.oldest() is None:
+                break
+            time.sleep(BETWEEN_LOOKS)
+            done = self._collectives.collect(everything=True, wait=5.0)
         if self._hung is not None and not self._collectives.failed and self._collectives.oldest() is None:
             self._recovered()
             self._exit = self._exit or {"kind": "ok", "t": time.time()}

