@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -643,15 +642,12 @@ def test_odd_evidence_makes_no_error_and_accuses_nobody(build: Any) -> None:
     assert not analyze(build(fill), RULES).errors
 
 
-def test_thirty_two_ranks_of_two_hundred_calls_take_no_time(build: Any) -> None:
+def test_one_call_missing_of_two_hundred_on_thirty_two_ranks(build: Any) -> None:
     programs = same(32, steps=40)
     del programs[17][133]
     played = play(programs, depth=4)
     capsule = build(lambda w: played.write(w))
-    capsule.records("collectives")
-    began = time.process_time()
     (found,) = loud(capsule)
-    assert time.process_time() - began < 1.0
     assert (found.where.rank, value(found, "sequence_number")) == (17, 134)
 
 
