@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import repeat
 from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
+import numpy as np
 
 from .errors import EvidenceError
 from .limits import MAX_COLUMN_RECORDS
 from .lines import encode_line
+from .record_columns import Chunk, Column, Packed, Rows
 from .typed import all_floats, floats, salvage
 
 
@@ -98,7 +99,7 @@ def _written(column: Sequence[Any] | Distinct, start: int, stop: int) -> Any:
     }
 
 
-def decode_columns(line: Mapping[str, Any], kind: type[Any], spelled: bool) -> tuple[list[dict[str, Any]], list[str]]:
+def decode_columns(line: Mapping[str, Any], kind: type[Any], spelled: bool) -> tuple[Chunk, list[str]]:
     """The records of a line; they share their values.
 
     Args:
@@ -112,13 +113,12 @@ def decode_columns(line: Mapping[str, Any], kind: type[Any], spelled: bool) -> t
     Raises:
         EvidenceError: the line is no such line.
     """
-    count, columns = line.get("count"), line.get("columns")
-    if type(count) is not int or not 0 <= count <= MAX_COLUMN_RECORDS or not isinstance(columns, dict):
+    count, given = line.get("count"), line.get("columns")
+    if type(count) is not int or not 0 <= count <= MAX_COLUMN_RECORDS or not isinstance(given, dict):
         raise EvidenceError("stands for no records: it has no count, or no columns")
-    whole: dict[str, Any] = {}
-    partial: dict[str, list[Any]] = {}
+    columns: dict[str, Column] = {}
     sound = True
-    for name, column in cast("dict[str, Any]", columns).items():
+    for name, column in cast("dict[str, Any]", given).items():
         values = column.get("distinct") if isinstance(column, dict) else column
         if not isinstance(values, list):
             raise EvidenceError(f"column {name[:60]!r} is no list")
@@ -126,42 +126,34 @@ def decode_columns(line: Mapping[str, Any], kind: type[Any], spelled: bool) -> t
             expected = _column_type(kind, name)
             values = all_floats(values) if expected is None else floats(values, expected)
         sound = sound and not _fault(cast("list[Any]", values), name, kind)
-        expanded = _expanded(cast("Any", column), cast("list[Any]", values), count, name)
-        if isinstance(expanded, list) and None in expanded:
-            partial[name] = expanded
-        else:
-            whole[name] = expanded
-    names = tuple(whole)
-    records: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in zip(*whole.values(), strict=True)]
-    if not whole:
-        records = [{} for _ in range(count)]
-    for name, values in partial.items():
-        for record, value in zip(records, values, strict=True):
-            if value is not None:
-                record[name] = value
-    sentences: list[str] = []
-    if not sound:  # one record at a time says which
-        for record in records:
-            sentences += salvage(record, kind, spelled=False)[1]
-    return records, sentences
+        columns[name] = _column(cast("Any", column), cast("list[Any]", values), count, name)
+    chunk = Packed(count, columns)
+    if sound:
+        return chunk, []
+    records = chunk.records()  # one record at a time says which value is wrong
+    return Rows(records), [sentence for record in records for sentence in salvage(record, kind, spelled=False)[1]]
 
 
-def _expanded(column: Any, values: list[Any], count: int, name: str) -> Any:
-    """One value a record: a list, or an iterator where all have the same."""
+def _column(column: Any, values: list[Any], count: int, name: str) -> Column:
     if isinstance(column, list):
         if len(values) != count:
             raise EvidenceError(f"column {name[:60]!r} has {len(values):,} values for {count:,} records")
-        return values
+        return Column(values)
     at = column.get("at")
     if at is None:
-        return repeat(values[0], count) if values and values[0] is not None else [None] * count
+        return Column(values[:1] or [None], np.zeros(count, np.int64))
     if not isinstance(at, list) or len(cast("list[Any]", at)) != count:
         raise EvidenceError(f"column {name[:60]!r} does not say which value each record has")
     try:
         places = msgspec.convert(at, list[Annotated[int, msgspec.Meta(ge=0)] | None])
-        return [None if each is None else values[each] for each in places]
+        if None in places:
+            places = [len(values) if each is None else each for each in places]
+            values = [*values, None]
+        if count and max(cast("list[int]", places)) >= len(values):
+            raise IndexError
     except (msgspec.ValidationError, IndexError):
         raise EvidenceError(f"column {name[:60]!r} points beside its values") from None
+    return Column(values, np.array(places, np.int64))
 
 
 @cache

@@ -25,7 +25,7 @@ def survey(capsule: Capsule, ranks: Mapping[int, RankReader], log: DamageLog) ->
     for rank, reader in ranks.items():
         _ = reader.arrays
         for stream in reader.streams:
-            reader.records(stream)
+            reader.columns(stream)
         if reader.state and reader.state.status == "recording" and not reader.live:
             how = DIED if reader.status == "crashed" else SILENT
             file = f"{reader.directory}/rank.json"

@@ -97,8 +97,8 @@ def has(capsule: Capsule, need: str) -> bool:
             return len(capsule.tensors(rest or "*")) > 0
         case "records":
             stream, _, field = rest.partition(".")
-            found = (capsule.records(each) for each in ((stream,) if stream else capsule.record_streams()))
-            return any(not field or record.get(field) is not None for records in found for record in records)
+            found = (capsule.columns(each) for each in ((stream,) if stream else capsule.record_streams()))
+            return any(each.has(field) if field else len(each) > 0 for each in found)
         case "manifest":
             return not rest or _at(capsule.manifest.raw, rest.split(".")) not in (None, "", [], {})
         case "rng":
@@ -139,7 +139,7 @@ def take_inventory(capsule: Capsule) -> Inventory:
         batches=_batches(capsule),
         tensors=_tensors(capsule),
         rng_steps=list(capsule.rng_steps()),
-        records={stream: len(capsule.records(stream)) for stream in capsule.record_streams()},
+        records={stream: len(capsule.columns(stream)) for stream in capsule.record_streams()},
         files=list(capsule.files()),
         replay=list(capsule.replay_items()),
         damage=list(capsule.damage()),

@@ -23,6 +23,7 @@ from .layout import rank_directory
 from .limits import MAX_GLANCED_BYTES, MAX_LINES, MAX_LINES_BYTES, MAX_MANIFEST_BYTES, MAX_STREAMS
 from .lines import Lines, decode_lines
 from .manifest import RankState
+from .record_columns import Chunk, Rows
 from .status import DerivedStatus, rank_status
 from .storage import read_inside, read_tail
 from .streams import STREAMS, stream_type
@@ -55,6 +56,7 @@ class RankReader:
         self._damage = damage
         self._clock = clock
         self._names: dict[int, Name] | None = None
+        self._chunks: dict[str, list[Chunk]] = {}
         self._records: dict[str, list[dict[str, Any]]] = {}
 
     def _report(self, name: str, what: str, lost: str = "", kept: str = "", at: str = "") -> None:
@@ -271,14 +273,22 @@ class RankReader:
             found += self._list("underway", "collectives.jsonl")
         return tuple(sorted(name.removesuffix(".jsonl") for name in found[:MAX_STREAMS]))
 
-    def records(self, stream: str) -> list[dict[str, Any]]:
+    def columns(self, stream: str) -> list[Chunk]:
         """Records of one stream in file order, ``rank`` set; a field of a wrong type is left out and reported."""
-        if stream not in self._records:
+        if stream not in self._chunks:
             found = self._read_records(stream) if stream in self.streams else []
-            self._records[stream] = found + (self._under_way(found) if stream == "collectives" else [])
+            if stream == "collectives":
+                found += self._under_way(found)
+            self._chunks[stream] = found
+        return self._chunks[stream]
+
+    def records(self, stream: str) -> list[dict[str, Any]]:
+        """The same as dictionaries."""
+        if stream not in self._records:
+            self._records[stream] = [record for chunk in self.columns(stream) for record in chunk.records()]
         return self._records[stream]
 
-    def _read_records(self, stream: str) -> list[dict[str, Any]]:
+    def _read_records(self, stream: str) -> list[Chunk]:
         kind = stream_type(stream)
         name = f"records/{stream}.jsonl"
         records: list[dict[str, Any]] = []
@@ -287,37 +297,38 @@ class RankReader:
                 self._report(name, sentence, "the field", at=f"line {number:,}")
             record.setdefault("rank", self.rank)
             records.append(record)
-        return records + self._read_columns(stream) if f"{stream}.jsonl" in self._columned else records
+        found: list[Chunk] = [Rows(records)]
+        return found + self._read_columns(stream) if f"{stream}.jsonl" in self._columned else found
 
-    def _under_way(self, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _under_way(self, known: list[Chunk]) -> list[Chunk]:
         """Calls that were written before they were made, and of which nothing more is known."""
         found = [record for _, record, _ in decode_lines(self._tail(underway.RELATIVE, MAX_LINES_BYTES)[0]).records]
+        if not found:
+            return []
         for record in found:
             salvage(record, stream_type("collectives"))
             record.setdefault("rank", self.rank)
-        return underway.later(found, known)
+        return [Rows(underway.later(found, [record for chunk in known for record in chunk.records()]))]
 
     @cached_property
     def _columned(self) -> frozenset[str]:
         return frozenset(self._list("columns", ".jsonl"))
 
-    def _read_columns(self, stream: str) -> list[dict[str, Any]]:
+    def _read_columns(self, stream: str) -> list[Chunk]:
         """Records that were written column by column."""
         kind = stream_type(stream)
         name = f"columns/{stream}.jsonl"
-        records: list[dict[str, Any]] = []
+        chunks: list[Chunk] = []
         for number, line, spelled in self._lines(name).records:
             try:
                 found, sentences = decode_columns(line, kind, spelled)
             except EvidenceError as error:
                 self._report(name, error.what, "its records", at=f"line {number:,}")
                 continue
-            if len(records) + len(found) > MAX_LINES:
+            if sum(map(len, chunks)) + len(found) > MAX_LINES:
                 self._report(name, "stands for more records than are read", "the newest", at=f"line {number:,}")
                 break
             for sentence in sentences:
                 self._report(name, sentence, "the field", at=f"line {number:,}")
-            records += found
-        for record in records:
-            record.setdefault("rank", self.rank)
-        return records
+            chunks.append(found.with_default("rank", self.rank))
+        return chunks

@@ -24,6 +24,7 @@ from .layout import MANIFEST, RANKS, rank_directory, rank_of
 from .limits import MAX_MANIFEST_BYTES, MAX_RANKS, MAX_SCALARS_BYTES, MAX_STATS_BYTES, MIB
 from .manifest import FORMAT, AttachedFile, Manifest, Trigger
 from .rank_reader import RankReader
+from .record_columns import RecordColumns
 from .status import DerivedStatus, capsule_status
 from .storage import read_inside
 from .tables import BINS, COMPACT, Name, Series, SeriesKey, Stats
@@ -42,6 +43,7 @@ class Capsule:
         self.manifest = manifest
         self._damage = damage
         self._clock = clock
+        self._columns: dict[str, RecordColumns] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], clock: Callable[[], float] = time.time) -> Self:
@@ -295,6 +297,15 @@ class Capsule:
         with collector_still():
             found = [record for reader in self._ranks.values() for record in reader.records(stream)]
         return found if rank is None else [record for record in found if record["rank"] == rank]
+
+    def columns(self, stream: str) -> RecordColumns:
+        """The same records of all ranks as columns; for streams of many records, of which few fields are looked at."""
+        if stream not in self._columns:
+            with collector_still():
+                self._columns[stream] = RecordColumns(
+                    [chunk for reader in self._ranks.values() for chunk in reader.columns(stream)]
+                )
+        return self._columns[stream]
 
     # -- the whole
 

@@ -10,12 +10,15 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .signatures import Agreement, Signature
+
+if TYPE_CHECKING:
+    from ...capsules.record_columns import RecordColumns
 
 Record = dict[str, Any]
 Ints = NDArray[np.int64]
@@ -31,11 +34,15 @@ _LIBRARY = ("/torch/", "torch/distributed/", "torch/nn/parallel", "c10d_logger",
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: the job's name of it, what it is for, and its global ranks, ascending."""
+    """A process group: the job's name of it, what it is for, and its global ranks, ascending.
+
+    ``whole`` is false where nothing states who belongs to it: these are the ranks that are known, and there may be more.
+    """
 
     name: str
     description: str
     ranks: tuple[int, ...]
+    whole: bool = True
 
     def __str__(self) -> str:
         if self.description and self.description not in ("undefined", self.name):
@@ -88,10 +95,13 @@ class Calls:
     ``agreed`` gives for each signature the number of what must be equal on all ranks. ``spoke`` are ranks of which
     there is evidence on collectives, ``dumped`` those that left a flight-recorder dump, ``status_of`` those that state
     how far they came. ``written`` is when a rank's dump was written, Unix seconds, or later: a copy is younger.
-    In ``mixed`` groups there are sends, which have numbers of their own.
+    In ``mixed`` groups there are sends, which have numbers of their own. The number in ``table.record`` is that of a
+    record in ``columns``, or, beyond these, of a watchdog's event in ``words``. ``past`` are time-outs of earlier
+    attempts of the job, after which training went on.
     """
 
-    records: list[Record] = field(repr=False)
+    columns: RecordColumns = field(repr=False)
+    words: tuple[Record, ...] = field(repr=False)
     groups: tuple[Group, ...] = field(repr=False)
     table: Table
     direct: Table
@@ -106,14 +116,20 @@ class Calls:
     mixed: frozenset[int] = frozenset()
     written: Mapping[int, float] = field(default_factory=dict[int, float])
     timeouts: tuple[Record, ...] = ()
+    past: tuple[Record, ...] = ()
     mismatches: tuple[Record, ...] = ()
     _sites: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+    def record(self, number: int) -> Record:
+        """What a row was made of, by the number in its column ``record``."""
+        known = len(self.columns)
+        return self.columns[number] if number < known else self.words[number - known]
 
     def site(self, row: int, table: Table | None = None) -> tuple[str, ...]:
         """Call site of a row, innermost first: up to 8 frames that are not the library's, as ``file:line in name``."""
         number = int((table or self.table).record[row])
         if number not in self._sites:
-            self._sites[number] = call_site(self.records[number]) if number >= 0 else ()
+            self._sites[number] = call_site(self.record(number)) if number >= 0 else ()
         return self._sites[number]
 
     def frame(self, row: int, table: Table | None = None) -> str | None:

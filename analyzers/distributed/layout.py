@@ -101,7 +101,8 @@ def layout(capsule: Capsule) -> Layout | None:
 
 
 def _sends(capsule: Capsule) -> bool:
-    return any(each.get("p2p") is True for each in capsule.records("collectives"))
+    direct, _ = capsule.columns("collectives").combinations("p2p")
+    return any(each is True for (each,) in direct)
 
 
 def world_size(capsule: Capsule) -> int:
@@ -212,17 +213,18 @@ def _groups(capsule: Capsule, world: int) -> tuple[dict[str, set[tuple[int, ...]
     """Groups of some ranks by axis, and those whose name says nothing."""
     seen: dict[tuple[int, ...], str] = {}
     known: set[tuple[Any, ...]] = set()
-    for record in capsule.records("collectives"):
-        ranks = record.get("group_ranks")
-        # A group is read once, and not at each of its calls.
-        key = (record.get("group"), record.get("group_desc"), len(ranks), ranks[0], ranks[-1]) if ranks else ()
+    # A group is read once, and not at each of its calls.
+    for group, description, ranks in capsule.columns("collectives").combinations("group", "group_desc", "group_ranks")[
+        0
+    ]:
+        key = (group, description, len(ranks), ranks[0], ranks[-1]) if ranks else ()
         if key in known:
             continue
         known.add(key)
-        if ranks and (len(ranks) < world or record.get("group_desc")):
+        if ranks and (len(ranks) < world or description):
             ordered = tuple(sorted({rank for rank in ranks if rank < world}))
             if ordered not in seen or not seen[ordered]:
-                seen[ordered] = f"{record.get('group_desc') or ''} {record.get('group') or ''}".strip()
+                seen[ordered] = f"{description or ''} {group or ''}".strip()
     by_axis: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     odd: set[frozenset[int]] = set()
     for ranks, name in seen.items():

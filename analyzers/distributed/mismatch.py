@@ -296,6 +296,6 @@ def _standstill(found: Diagnosis) -> tuple[Evidence, ...]:
 def _step(capsule: Capsule, found: Diagnosis, *rows: int) -> int | None:
     """The earliest step of the calls; a rank that skips one is a step ahead."""
     calls = found.calls
-    records = [calls.records[int(calls.table.record[row])] for row in rows if row >= 0 and calls.table.record[row] >= 0]
+    records = [calls.record(int(calls.table.record[row])) for row in rows if row >= 0 and calls.table.record[row] >= 0]
     steps = [each["step"] for each in records if type(each.get("step")) is int]
     return min(steps) if steps else last_step(capsule)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ..attempts import current_events, past_events
 from . import thresholds as T
-from .collectives import COMPLETED, MOST_RANKS, UNKNOWN, Calls, Floats, Group, Ints, Reached, Record, Table
+from .collectives import COMPLETED, MOST_RANKS, UNKNOWN, Calls, Group, Ints, Reached, Record, Table
 from .signatures import POINT_TO_POINT, Agreement, Shapes, Signature, agreement, dtype_name, liberties
+from .watchdogs import words_of_watchdogs
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -34,27 +36,24 @@ class _Reading:
 
     def __init__(self, capsule: Capsule) -> None:
         self._capsule = capsule
-        self._records: list[Record] = list(capsule.records("collectives"))
+        self._columns = capsule.columns("collectives")
+        self._words: list[Record] = []
         self._groups: list[tuple[str, str, tuple[int, ...]]] = []
         self._named: dict[tuple[Any, ...], int] = {}
         self._signatures: dict[Any, int] = {}
         self._calls: list[Signature] = []
 
     def result(self) -> Calls:
-        table, direct = self._columns()
+        table, direct = self._tables()
         groups = self._resolved()
         table.group[:] = groups[table.group] if len(table) else table.group
         direct.group[:] = groups[direct.group] if len(direct) else direct.group
         direct = _without_repeats(direct)
         mixed = frozenset(np.unique(direct.group).tolist())
         status = [each for each in self._capsule.records("ranks") if _status(each)]
-        timeouts = tuple(
-            each
-            for each in self._capsule.records("events")
-            if each.get("kind") in ("collective_timeout", "collective_status")
-        )
+        timeouts = words_of_watchdogs(self._capsule, status)
         # A watchdog's words stand for the call that nothing else shows.
-        seen = set(table.group.tolist()) | set(direct.group.tolist())
+        seen = set(np.unique(np.concatenate([table.group, direct.group])).tolist())
         words = self._of_words(timeouts, seen)
         if words:
             table = _joined(table, _table(words))
@@ -64,13 +63,12 @@ class _Reading:
         rules = liberties(self._calls)
         agreements: dict[Agreement, int] = {}
         agreed = [agreements.setdefault(agreement(each, rules), len(agreements)) for each in self._calls]
-        speaking = (
-            {each["rank"] for each in (*status, *timeouts)} | set(table.rank.tolist()) | set(direct.rank.tolist())
-        )
-        world = self._world(speaking)
-        named = tuple(self._group(index, world, table) for index in range(len(self._groups)))
+        speaking = {each["rank"] for each in (*status, *timeouts)}.union(*(_ranks(each) for each in (table, direct)))
+        world, stated = self._world(speaking)
+        named = tuple(self._group(index, world, stated, table) for index in range(len(self._groups)))
         return Calls(
-            records=self._records,
+            columns=self._columns,
+            words=tuple(self._words),
             groups=named,
             table=table,
             direct=direct,
@@ -85,8 +83,9 @@ class _Reading:
             mixed=mixed,
             written=_written(status, table),
             timeouts=tuple(each for each in timeouts if each.get("kind") == "collective_timeout"),
+            past=tuple(each for each in past_events(self._capsule) if each.get("kind") == "collective_timeout"),
             mismatches=tuple(
-                each for each in self._capsule.records("events") if each.get("kind") == "collective_mismatch"
+                each for each in current_events(self._capsule) if each.get("kind") == "collective_mismatch"
             ),
         )
 
@@ -118,18 +117,22 @@ class _Reading:
                 by_name[name].append(index)
         return same
 
-    def _group(self, index: int, world: int, table: Table) -> Group:
+    def _group(self, index: int, world: int, stated: bool, table: Table) -> Group:
         name, description, ranks = self._groups[index]
+        whole = bool(ranks) or (name == "0" and stated)
         if not ranks:
             taking_part = set(table.rank[table.group == index].tolist())
             ranks = tuple(range(world)) if name == "0" else tuple(sorted(taking_part))
-        return Group(name, description, tuple(each for each in ranks if each < MOST_RANKS))
+        return Group(name, description, tuple(each for each in ranks if each < MOST_RANKS), whole)
 
-    def _world(self, speaking: Iterable[int]) -> int:
+    def _world(self, speaking: Iterable[int]) -> tuple[int, bool]:
+        """The number of ranks, and whether anything states it: else it is that of the highest known, or more."""
         run = self._capsule.manifest.run
         declared = run.world_size if run is not None and run.world_size else 0
+        stated = max(declared, *(ranks[-1] + 1 for name, _, ranks in self._groups if name == "0" and ranks), 0)
         members = [rank for _, _, ranks in self._groups for rank in ranks[-1:]]
-        return min(MOST_RANKS, max(declared, *(each + 1 for each in (*members, *speaking)), 0))
+        known = max(stated, *(each + 1 for each in (*members, *speaking, *(() if stated else self._capsule.ranks))), 0)
+        return min(MOST_RANKS, known), stated == known
 
     # -- calls
 
@@ -141,32 +144,32 @@ class _Reading:
             self._calls.append(Signature(str(op or "?"), dtype_name(dtype), key[2], key[3]))
         return found
 
-    def _columns(self) -> tuple[Table, Table]:
+    def _tables(self) -> tuple[Table, Table]:
         """The records in columns, collectives and sends apart; the groups are not resolved yet."""
-        records = self._records
-        group = [self._group_of(r.get("group"), r.get("group_desc"), r.get("group_ranks")) for r in records]
-        signature = [
-            self._signature(r.get("op"), r.get("dtype"), r.get("shapes_in"), r.get("shapes_out")) for r in records
-        ]
-        ended = _floats(records, "t_completed")
-        state = np.array([_STATES.get(each.get("state") or "scheduled", 0) for each in records], np.int64)
+        columns = self._columns
+        ended = columns.floats("t_completed")
         table = Table(
-            rank=_integers(records, "rank"),
-            group=np.array(group, np.int64),
-            seq=_integers(records, "seq"),
-            order=_integers(records, "order"),
-            signature=np.array(signature, np.int64),
-            state=np.where(np.isnan(ended), state, COMPLETED),
-            created=_floats(records, "t_created"),
+            rank=columns.integers("rank"),
+            group=self._each(("group", "group_desc", "group_ranks"), self._group_of),
+            seq=columns.integers("seq"),
+            order=columns.integers("order"),
+            signature=self._each(("op", "dtype", "shapes_in", "shapes_out"), self._signature),
+            state=np.where(np.isnan(ended), self._each(("state",), _state), COMPLETED),
+            created=columns.floats("t_created"),
             ended=ended,
-            timeout=_floats(records, "timeout_s"),
-            peer=_integers(records, "peer"),
-            record=np.arange(len(records)),
+            timeout=columns.floats("timeout_s"),
+            peer=columns.integers("peer"),
+            record=np.arange(len(columns)),
         )
         alone = np.array([each.family in POINT_TO_POINT for each in self._calls], np.bool_)
-        direct = np.array([bool(each.get("p2p")) for each in records], np.bool_)
+        direct = self._each(("p2p",), bool).astype(np.bool_)
         direct |= alone[table.signature] if len(alone) else direct
         return table.take(~direct), table.take(direct)
+
+    def _each(self, names: tuple[str, ...], number: Callable[..., int]) -> Ints:
+        """int64[N]: what a function makes of some fields of each record, asked once for records that are alike."""
+        found, places = self._columns.combinations(*names)
+        return np.array([number(*each) for each in found], np.int64)[places]
 
     def _of_words(self, timeouts: Iterable[Record], seen: set[int]) -> list[tuple[Any, ...]]:
         """Rows for calls that only a watchdog speaks of."""
@@ -179,8 +182,8 @@ class _Reading:
                 continue
             shapes = event.get("shapes") or [[size] for size in (event.get("numel_in"),) if type(size) is int]
             out = [[size] for size in (event.get("numel_out"),) if type(size) is int]
-            number = len(self._records)
-            self._records.append(event)
+            number = len(self._columns) + len(self._words)
+            self._words.append(event)
             signature = self._signature(_word(event.get("op")), _word(event.get("dtype")), _lists(shapes), out)
             started, ran = _number(event.get("t")), _number(event.get("ran_s"))
             created = started - ran if started is not None and ran is not None else None
@@ -214,15 +217,16 @@ class _Reading:
             return table
         starts = np.flatnonzero(np.concatenate([[True], ~same]))
         ends = np.append(starts[1:], len(table))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            if end - start > 1:
-                parts = tuple(self._calls[each] for each in table.signature[start:end].tolist())
-                key = ("coalesced", parts)
-                if key not in self._signatures:
-                    self._signatures[key] = len(self._calls)
-                    self._calls.append(Signature("coalesced", parts[0].dtype, parts[0].inputs, parts[0].outputs, parts))
-                table.signature[start] = self._signatures[key]
-                table.state[start] = table.state[start:end].min()
+        several = ends - starts > 1
+        for start, end in zip(starts[several].tolist(), ends[several].tolist(), strict=True):
+            numbers = tuple(table.signature[start:end].tolist())
+            key = ("coalesced", numbers)
+            if key not in self._signatures:
+                parts = tuple(self._calls[each] for each in numbers)
+                self._signatures[key] = len(self._calls)
+                self._calls.append(Signature("coalesced", parts[0].dtype, parts[0].inputs, parts[0].outputs, parts))
+            table.signature[start] = self._signatures[key]
+            table.state[start] = table.state[start:end].min()
         return table.take(starts)
 
     # -- how far each rank came
@@ -285,8 +289,17 @@ def _written(status: list[Record], table: Table) -> dict[int, float]:
     """When each rank's dump was written, as far as its file says; nothing where a call in one is younger than it."""
     told = {each["rank"]: _number(each.get("dumped", each.get("t"))) for each in status if each.get("dump") is True}
     known = {rank: moment for rank, moment in told.items() if moment is not None and np.isfinite(moment)}
-    moments = np.array([known.get(rank, np.inf) for rank in table.rank.tolist()], np.float64)
+    ranks, places = np.unique(table.rank, return_inverse=True)
+    moments = np.array([known.get(rank, np.inf) for rank in ranks.tolist()], np.float64)[places]
     return {} if (table.created > moments + T.CLOCK_S).any() else known
+
+
+def _ranks(table: Table) -> set[int]:
+    return set(np.unique(table.rank).tolist())
+
+
+def _state(state: str | None) -> int:
+    return _STATES.get(state or "scheduled", 0)
 
 
 def _status(record: Record) -> bool:
@@ -300,14 +313,6 @@ def _table(rows: list[tuple[Any, ...]]) -> Table:
     )
     created, ended, timeout = (np.array(each, np.float64) for each in columns[6:9])
     return Table(rank, group, seq, order, signature, state, created, ended, timeout, peer, record)
-
-
-def _integers(records: list[Record], name: str) -> Ints:
-    return np.array([UNKNOWN if (value := each.get(name)) is None else value for each in records], np.int64)
-
-
-def _floats(records: list[Record], name: str) -> Floats:
-    return np.array([each.get(name) for each in records], np.float64)  # None becomes NaN
 
 
 def _joined(one: Table, other: Table) -> Table:

@@ -77,7 +77,7 @@ def _raised(capsule: Capsule, found: Diagnosis) -> tuple[float, float, str, list
     known = T.NCCL_TIMEOUT_S if nccl else T.GLOO_TIMEOUT_S
     best: tuple[float, float, str, list[int]] | None = None
     for number, rank in _concerned(found.calls):
-        record = found.calls.records[number]
+        record = found.calls.record(number)
         timeout, own = record.get("timeout_s"), record.get("default_timeout_s")
         if not isinstance(timeout, int | float) or not np.isfinite(timeout):
             continue

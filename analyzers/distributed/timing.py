@@ -7,24 +7,21 @@ waits. Time of a rank's own is what its collectives leave of the step, on that r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..series import curve
 from . import thresholds as T
+from .shared_calls import LONGEST, shared_calls, within
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
 ByRank = dict[int, float]
 
-#: Seconds (or Unix seconds, milliseconds) beyond which a number is none.
-_LONGEST = 1e12
 #: Sources whose numbers mean something else than the own time in seconds, or are less sure.
 ARRIVALS, INPUTS, THROUGHPUT = "arrivals at the same calls", "data_time of each step", "reported throughput"
 
@@ -66,7 +63,7 @@ def _series(capsule: Capsule, name: str) -> dict[int, dict[int, float]]:
     for rank in sorted({key.rank for key in capsule.scalar_keys() if key.name == name and key.side is None}):
         points = curve(capsule, name, rank).finite()
         for step, value in zip(points.step.tolist(), points.value.tolist(), strict=True):
-            if 0 <= value < _LONGEST:
+            if 0 <= value < LONGEST:
                 found[step][rank] = value
     return found
 
@@ -158,92 +155,44 @@ def _summaries(capsule: Capsule) -> Timing | None:
     return Timing(source, {0: own}, {0: whole}, {0: waited} if waited else {}, {0: data} if data else {}, steps=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    created: float
-    completed: float | None
-
-
-_Made = dict[tuple[str, int], dict[int, _Call]]
-_MADE: WeakKeyDictionary[Capsule, _Made] = WeakKeyDictionary()
-
-
-def _made(capsule: Capsule) -> _Made:
-    """(group, seq) → rank → times, of calls of all ranks of a group."""
-    if capsule in _MADE:
-        return _MADE[capsule]
-    found: _Made = _MADE.setdefault(capsule, defaultdict(dict))
-    for record in capsule.records("collectives"):
-        created, seq = record.get("t_created"), record.get("seq")
-        if record.get("p2p") or not isinstance(seq, int) or not _is_time(created):
-            continue
-        completed = record.get("t_completed")
-        ended = float(completed) if _is_time(completed) and completed >= created else None
-        found[str(record.get("group") or "0"), seq][record["rank"]] = _Call(float(created), ended)
-    return found
-
-
-def _chain(made: Mapping[tuple[str, int], dict[int, _Call]]) -> tuple[list[int], list[tuple[str, int]]]:
-    """The ranks of the group that made most calls together, and those calls in order."""
-    members: dict[str, set[int]] = defaultdict(set)
-    for (group, _), each in made.items():
-        members[group].update(each)
-    shared: dict[str, list[int]] = defaultdict(list)
-    for (group, seq), each in made.items():
-        if len(each) == len(members[group]) > 1:
-            shared[group].append(seq)
-    if not shared:
-        return [], []
-    group = max(shared, key=lambda each: (len(members[each]), len(shared[each])))
-    return sorted(members[group]), [(group, seq) for seq in sorted(shared[group])]
-
-
 def _calls(capsule: Capsule) -> Timing | None:
     """Between two calls of the whole group: the time that a rank was inside no call, on its own clock."""
-    made = _made(capsule)
-    ranks, chain = _chain(made)
-    chain = [call for call in chain if all(each.completed is not None for each in made[call].values())]
-    if len(chain) < T.FEWEST_CALLS:
+    shared = shared_calls(capsule)
+    ended = shared.ended[np.isfinite(shared.ended).all(axis=1)]
+    if len(ended) < T.FEWEST_CALLS:
         return None
-    ends = chain[:: max(1, len(chain) // T.PIECES)]
-    inside: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for each in made.values():
-        for rank, call in each.items():
-            if call.completed is not None:
-                inside[rank].append((call.created, call.completed))
-    merged = {rank: _merged(inside[rank]) for rank in ranks}
-    own: dict[int, ByRank] = {}
-    waited: dict[int, ByRank] = {}
-    whole: dict[int, float] = {}
-    for piece, (start, end) in enumerate(pairwise(ends)):
-        spent: ByRank = {}
-        waited[piece] = {}
-        for rank in ranks:
-            begin, stop = made[start][rank].completed or 0.0, made[end][rank].completed or 0.0
-            spent[rank] = max(0.0, stop - begin)
-            waited[piece][rank] = _within(merged[rank], begin, stop)
-        own[piece] = {rank: max(0.0, spent[rank] - waited[piece][rank]) for rank in ranks}
-        whole[piece] = max(spent.values())
-    return Timing("time inside collectives, on each rank's own clock", own, whole, waited, steps=False)
+    ends = ended[:: max(1, len(ended) // T.PIECES)].T
+    spent = np.maximum(0.0, np.diff(ends))
+    inside = np.stack([within(shared.spans[rank], own) for rank, own in zip(shared.ranks, ends, strict=True)])
+    waited = np.maximum(0.0, np.diff(inside))
+    return Timing(
+        "time inside collectives, on each rank's own clock",
+        _by_piece(shared.ranks, np.maximum(0.0, spent - waited).T),
+        dict(enumerate(spent.max(axis=0).tolist())),
+        _by_piece(shared.ranks, waited.T),
+        steps=False,
+    )
+
+
+def _by_piece(ranks: Sequence[int], seconds: Any) -> dict[int, ByRank]:
+    """Piece → rank → seconds, of float64[pieces, ranks]."""
+    return {piece: dict(zip(ranks, each, strict=True)) for piece, each in enumerate(seconds.tolist())}
 
 
 def _arrivals(capsule: Capsule) -> Timing | None:
     """Where ends of calls are unknown: how long after the last arrival at one call a rank comes to the next."""
-    made = _made(capsule)
-    ranks, chain = _chain(made)
-    ended = sum(call.completed is not None for each in chain for call in made[each].values())
-    if len(chain) < T.FEWEST_CALLS or 2 * ended > len(chain) * len(ranks):
+    shared = shared_calls(capsule)
+    if len(shared) < T.FEWEST_CALLS or 2 * np.isfinite(shared.ended).sum() > shared.ended.size:
         return None
-    times = np.array([[made[call][rank].created for rank in ranks] for call in chain])
-    times = on_one_clock(capsule, ranks, times)
+    times = on_one_clock(capsule, shared.ranks, shared.created)
     if not _blocking(capsule):  # calls are only queued: a steady lag of the host's thread delays nobody
         times = _without_lag(times)
     own: dict[int, ByRank] = {}
     whole: dict[int, float] = {}
-    for piece in range(1, len(chain)):
+    for piece in range(1, len(times)):
         begun = float(times[piece - 1].max())
         taken = np.maximum(0.0, times[piece] - begun)
-        own[piece] = dict(zip(ranks, taken.tolist(), strict=True))
+        own[piece] = dict(zip(shared.ranks, taken.tolist(), strict=True))
         whole[piece] = float(taken.max())
     return Timing(ARRIVALS, own, whole, steps=False)
 
@@ -283,8 +232,8 @@ def _blocking(capsule: Capsule) -> bool:
     run = capsule.manifest.run
     if run is not None and run.backend and ("gloo" in run.backend.lower() or "mpi" in run.backend.lower()):
         return "nccl" not in run.backend.lower()
-    flags = [record.get("async_op") for record in capsule.records("collectives")]
-    return bool(flags) and all(flag is False for flag in flags)
+    flags, _ = capsule.columns("collectives").combinations("async_op")
+    return bool(flags) and all(flag is False for (flag,) in flags)
 
 
 def last_arrivals(capsule: Capsule) -> tuple[dict[int, int], int]:
@@ -292,13 +241,11 @@ def last_arrivals(capsule: Capsule) -> tuple[dict[int, int], int]:
 
     Nothing where the clocks cannot be compared.
     """
-    made = _made(capsule)
-    ranks, chain = _chain(made)
-    if len(chain) < T.FEWEST_CALLS or not any(_clocks(capsule, ranks)):
+    shared = shared_calls(capsule)
+    if len(shared) < T.FEWEST_CALLS or not any(_clocks(capsule, shared.ranks)):
         return {}, 0
-    times = np.array([[made[call][rank].created for rank in ranks] for call in chain])
-    last = on_one_clock(capsule, ranks, times).argmax(axis=1)
-    return {rank: int((last == at).sum()) for at, rank in enumerate(ranks)}, len(chain)
+    last = on_one_clock(capsule, shared.ranks, shared.created).argmax(axis=1)
+    return dict(zip(shared.ranks, np.bincount(last, minlength=len(shared.ranks)).tolist(), strict=True)), len(shared)
 
 
 def steady_lag(capsule: Capsule) -> tuple[int, float, float, int] | None:
@@ -308,17 +255,17 @@ def steady_lag(capsule: Capsule) -> tuple[int, float, float, int] | None:
         The rank, its median distance from the others and the median distance of two calls in seconds, and the number
         of calls; None where there is no such rank, or the clocks cannot be compared.
     """
-    made = _made(capsule)
-    ranks, chain = _chain(made)
-    if len(chain) < T.FEWEST_LAGGING or len(ranks) < 2 or not any(_clocks(capsule, ranks)):
+    shared = shared_calls(capsule)
+    ranks = shared.ranks
+    if len(shared) < T.FEWEST_LAGGING or not any(_clocks(capsule, ranks)):
         return None
-    times = on_one_clock(capsule, ranks, np.array([[made[call][rank].created for rank in ranks] for call in chain]))
+    times = on_one_clock(capsule, ranks, shared.created)
     last = times.argmax(axis=1)
     at = int(np.bincount(last, minlength=len(ranks)).argmax())
     if float((last == at).mean()) < T.LAGGING:
         return None
     others = np.median(np.delete(times, at, axis=1), axis=1)
-    return ranks[at], float(np.median(times[:, at] - others)), float(np.median(np.diff(times.max(axis=1)))), len(chain)
+    return ranks[at], float(np.median(times[:, at] - others)), float(np.median(np.diff(times.max(axis=1)))), len(shared)
 
 
 def _reported(capsule: Capsule) -> Timing | None:
@@ -367,25 +314,8 @@ def _unsynchronised(capsule: Capsule) -> Timing | None:
     return Timing("step_time", spent, {step: max(each.values()) for step, each in spent.items()})
 
 
-def _merged(spans: Iterable[tuple[float, float]]) -> Any:
-    """float64[N, 2]: spans that overlap made one, ascending."""
-    found: list[list[float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
-        else:
-            found.append([start, end])
-    return np.array(found).reshape(-1, 2)
-
-
-def _within(spans: Any, begin: float, stop: float) -> float:
-    """Length of the spans inside an interval."""
-    clipped = np.clip(spans, begin, stop)
-    return float((clipped[:, 1] - clipped[:, 0]).sum())
-
-
 def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LONGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LONGEST
 
 
 def _ms(record: Mapping[str, Any], name: str) -> float | None:
