@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .internals import is_wrapped
+from .internals import stands_in
 from .statistics import is_readable
 
 # The names of evidence, and what data collators and hand-written loops call the same thing.
@@ -114,7 +114,7 @@ def _named(values: Mapping[Any, Any]) -> dict[str, Tensor]:
     for name, aliases in ALIASES.items():
         for alias in aliases:
             value = values.get(alias)
-            if not isinstance(value, Tensor) or value.is_meta or is_wrapped(value):
+            if not isinstance(value, Tensor) or value.is_meta or stands_in(value):
                 continue
             if name in MASKS:
                 found[name] = _mask(value)
@@ -148,7 +148,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _has_integers(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex() or value.is_meta or is_wrapped(value))
+    return not (value.is_floating_point() or value.is_complex() or value.is_meta or stands_in(value))
 
 
 def _fits(name: str, value: Tensor, ids: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from . import statistics
 from .adapters import Adapters
-from .internals import inside_backward, wrapper_at_work
+from .internals import inside_backward, stands_in, wrapper_at_work
 from .recompute import Recompute
 from .tape import Row, Tape
 
@@ -33,14 +33,16 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile and the data-parallel wrappers."""
+def unwrap(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """The user's own module inside torch.compile and the data-parallel wrappers, and those, outermost first."""
+    wrappers: list[nn.Module] = []
     while True:
         names = (*_WRAPPED, "module") if type(model).__module__.startswith("torch.") else _WRAPPED
         held = dict(model.named_children())
         inner = next((held[name] for name in names if name in held), None)
         if inner is None:
-            return model
+            return model, wrappers
+        wrappers.append(model)
         model = inner
 
 
@@ -112,9 +114,9 @@ class ModuleHooks:
         self._hooked: set[str] = set()
         self._paused = False
         self._about: dict[tuple[str, str], dict[str, Any]] = {}
-        self.wrapper: nn.Module | None = None  # what reduces the gradients
-        if type(model).__name__ in _REDUCING:
-            self.wrapper = model
+        self.root, wrappers = unwrap(model)
+        #: What reduces the gradients.
+        self.wrapper = next((each for each in wrappers if type(each).__name__ in _REDUCING), None)
         self.several = False  # whether there are other ranks
         self.last_gradient = 0.0  # when it was there, by the clock of performance; only where it is reduced later
         self.fired: set[str] = set()
@@ -130,7 +132,6 @@ class ModuleHooks:
         self.pending: list[tuple[Row, Tensor]] = []
         self.local_norms: list[Tensor] = []
         self.call: Call = {}
-        self.root = unwrap(model)
         # Children before parents is the order in which outputs appear, which the compiled path has to rely on.
         for name, module in _children_first(self.root):
             self.modules.append(clean_name(name))
@@ -203,11 +204,17 @@ class ModuleHooks:
             if self._tape.on:
                 self.call["inputs"], self.call["keywords"], self.call["output"] = inputs, keywords, output
             return
+        # Shapes were tried, or traced: such a forward has computed nothing.
+        tried = any(stands_in(tensor) for _, tensor in tensors_of(output))
         if self._seen_outside and self.outside is not None:
             self._seen_outside = False
-            self.outside.after(inputs, keywords, output)
+            if not tried:
+                self.outside.after(inputs, keywords, output)
         if self._paused:
             self._tape.on, self._paused = True, False
+        elif tried:
+            if "output" not in self.call:
+                self.call.clear()
         elif self._tape.on and not inside_backward():
             try:
                 # A loss comes from the first call that has a graph; a look without one, before or after, is none of it.
@@ -249,9 +256,11 @@ class ModuleHooks:
                 for suffix, tensor in tensors_of(output):
                     self._hook_gradient(name + suffix, tensor, call)
             return
-        call = tape.count(name)
-        for suffix, tensor in (("", output),) if type(output) is Tensor else tensors_of(output):
-            if not statistics.is_readable(tensor) or tape.seen(tensor) is not None:
+        tensors = (("", output),) if type(output) is Tensor else tensors_of(output)
+        readable = [each for each in tensors if statistics.is_readable(each[1])]
+        call = tape.count(name) if readable else 0
+        for suffix, tensor in readable:
+            if tape.seen(tensor) is not None:
                 continue
             full_name = name + suffix
             tape.measure(full_name, "activation", tensor, call, self.describe(full_name, "activation", tensor))
@@ -315,8 +324,12 @@ class Compiled:
 
     def trace(self, slot: int, output: Tensor) -> None:
         """Runs while the compiler traces; what it does to ``values`` is compiled into the model's graph."""
-        values = self.values
-        if values is not None and output.is_floating_point() and output.device == values.device and output.numel():
+        if self.values is None:
+            return
+        # Writes through ``data`` are not counted: a checkpointed region that the compiler leaves to autograd keeps
+        # its inputs, this table among them, and would take a write for a change of what it needs in backward.
+        values = self.values.data
+        if output.is_floating_point() and output.device == values.device and output.numel():
             detached = output.detach().float()
             values[slot, 0] = torch.linalg.vector_norm(detached)
             values[slot, 1] = detached.amax()
@@ -328,7 +341,7 @@ class Compiled:
         if self.values is None or "torch._dynamo.convert_frame" not in sys.modules:
             return None
         taken = self.values.clone()
-        self.values.fill_(-1.0)
+        self.values.data.fill_(-1.0)
         return taken
 
 

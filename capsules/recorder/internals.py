@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def inside_backward() -> bool:
@@ -32,9 +33,9 @@ def caller(depth: int) -> FrameType:
     return sys._getframe(depth + 1)
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor only stands for others inside a function transform (vmap, grad), and has no values to read."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+def stands_in(tensor: Tensor) -> bool:
+    """Whether a tensor has no values to read: it stands for others inside a function transform, or for a tracer's."""
+    return isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
 
 
 def fused_norms(tensors: list[Tensor]) -> list[Tensor]:

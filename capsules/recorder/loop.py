@@ -13,6 +13,7 @@ from torch import Tensor
 from . import statistics
 from .captured import StepSample, StepSamples
 from .hooks import ModuleHooks
+from .internals import stands_in
 from .memory import MemoryLedger
 from .owners import Owners
 from .parameters import CPU_BYTES, DEVICE_BYTES, WHOLE_BYTES, UpdateSample, gradient_norms
@@ -88,7 +89,7 @@ class Loop:
             if window.backwards == 1:
                 window.later(self.steps.carried(), lambda value: event.update(carried=value))
             for loss in losses:
-                if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
+                if isinstance(loss, Tensor) and loss.numel() == 1 and not (loss.is_meta or stands_in(loss)):
                     self._take_loss(window, loss)
 
         self.read_logits()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .internals import is_wrapped
+from .internals import stands_in
 
 Numbers = dict[str, float]
 
@@ -39,7 +39,7 @@ def is_readable(tensor: Tensor) -> bool:
         and tensor.is_floating_point()
         and tensor.layout is torch.strided
         and not tensor.is_meta
-        and not is_wrapped(tensor)
+        and not stands_in(tensor)
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .internals import stands_in
 from .ring import Micro
 from .tape import Row, Tape
 from .triggers import Trigger
@@ -114,7 +115,7 @@ def number(value: Any) -> float | Tensor:
     """
     if not isinstance(value, Tensor):
         return float(value)
-    if value.numel() != 1 or value.is_complex() or value.is_meta:
+    if value.numel() != 1 or value.is_complex() or value.is_meta or stands_in(value):
         raise TypeError(f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device} is no number")
     return value.detach().clone()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from llmconsole.capsules import Capsule, Recorder
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -276,3 +278,89 @@ class TestCompiled:
         messages = [event["message"] for event in capsule.records("events") if event["kind"] == "log"]
         assert any("outputs of 10 of 10 layers were not seen" in message for message in messages)
         assert "head.weight" in capsule.stats(step=1, role="gradient").name
+
+    def test_a_checkpointed_block_compiled_by_the_plain_back_end_trains_as_it_would(self, run: Any, gpt: Any) -> None:
+        class Checkpointed(gpt.Block):
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(super().forward, x, use_reentrant=False)
+
+        model = gpt.GPT()
+        model.blocks[1] = Checkpointed(16)
+        recording = run(model, every=1000)
+        capsule = self.loop(recording, gpt, torch.compile(model, backend="eager"), 2)
+        assert len(capsule.scalars("loss")) == 2
+        assert "blocks.1.down" in capsule.stats(step=1, role="activation").name
+
+    def test_two_ranks_whose_wrapper_is_compiled_record_batches_and_gradients(self, job: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        jobs = [job(COMPILED_RANKS.format(rank=rank, port=port), f"rank{rank}", runs="runs") for rank in range(2)]
+        for each in jobs:
+            status, out, err = each.finish()
+            assert (status, out) == (0, "done\n"), err
+            assert "recording" not in err
+        for path in jobs[0].runs.glob("*.capsule"):
+            capsule = Capsule.open(path)
+            assert [(each.step, each.rank) for each in capsule.batches() if each.logsumexp is not None] == [
+                (step, rank) for step in range(3) for rank in range(2)
+            ]
+            assert len(capsule.scalars("grad_norm_local", rank=1)) == 3
+            assert {"0", "1", "2"} <= set(capsule.stats(step=1, rank=0, role="activation").name)
+            messages = [event.get("message", "") for event in capsule.records("events")]
+            assert any("3 modules run inside compiled regions" in message for message in messages)
+
+
+COMPILED_RANKS = """
+import os, sys
+rank = int({rank})
+os.environ.update(RANK="{rank}", WORLD_SIZE="2", LOCAL_RANK="{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+import torch, torch.nn.functional as F
+import torch.distributed as dist
+from torch import nn
+from llmconsole.capsules import Recorder
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for backend in ("eager", "aot_eager"):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(wrapped, backend=backend)
+    # Before the first compiled call is early enough, be it of the wrapper or of what the compiler made of it.
+    recorder = Recorder(sys.argv[1], model=wrapped if backend == "eager" else compiled, optimizer=optimizer, every=2)
+    for step in range(3):
+        ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+        with recorder.step(batch=(ids[:, :-1], ids[:, 1:])):
+            F.cross_entropy(compiled(ids[:, :-1]).view(-1, 50), ids[:, 1:].reshape(-1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    recorder.close()
+print("done", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+class TestForwardsThatComputeNothing:
+    def test_shapes_tried_within_a_step_are_not_taken_for_its_batch(self, run: Any, gpt: Any, caplog: Any) -> None:
+        recording = run()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        for step in range(2):
+            inputs, targets = gpt.shifted(step)
+            with recording.recorder.step(batch=(inputs, targets)) as micro:
+                with mode:
+                    tried = gpt.cross_entropy(recording.model(inputs), targets)
+                micro.log(tried=tried)
+                gpt.cross_entropy(recording.model(inputs), targets).backward()
+                recording.optimizer.step()
+                recording.optimizer.zero_grad()
+            with mode, torch.no_grad():
+                recording.model(inputs)
+        capsule = recording.capsule()
+        assert all(each.logsumexp is not None for each in capsule.batches())
+        assert len(capsule.batches()) == 2
+        assert set(capsule.stats(step=1, role="activation").call) == {0}
+        assert [event for event in capsule.records("events") if event["kind"] == "eval_begin"] == []
+        assert [record.getMessage() for record in caplog.records if "tried" not in record.getMessage()] == []
