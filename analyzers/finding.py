@@ -9,21 +9,11 @@ from typing import Any, Literal
 
 import msgspec
 
-Stage = Literal["capture", "data", "objective", "numerics", "distributed", "kernel", "runtime", "application"]
+from .stages import Stage
+
 Severity = Literal["critical", "warning", "info"]
 Confidence = Literal["confirmed", "likely", "undetermined"]
 Kind = Literal["divergence", "consequence", "hygiene"]
-
-STAGES: tuple[Stage, ...] = (
-    "capture",
-    "data",
-    "objective",
-    "numerics",
-    "distributed",
-    "kernel",
-    "runtime",
-    "application",
-)
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from .finding import STAGES, Finding, Stage
+from .finding import Finding
 from .report import ALARMS, FirstDivergence, Mark, Rung
+from .stages import STAGES, Stage
 
 #: Tier of a finding that does not compete.
 _OUT = 9

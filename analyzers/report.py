@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from .finding import Finding, Severity, Stage, Where
+from .finding import Finding, Severity, Where
+from .stages import Stage
 
 FORMAT = "llmconsole.report/1"
 

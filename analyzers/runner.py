@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from . import ladder
-from .finding import Finding, Kind, Severity, Stage
+from .finding import Finding, Kind, Severity
 from .registry import NotCaptured, NotJudged, Rule, all_rules, plugin_warnings
 from .report import CapsuleName, CapsuleReport, RuleError, Skipped
+from .stages import Stage
 
 if TYPE_CHECKING:
     from ..capsules import Capsule

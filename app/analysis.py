@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..analyzers.finding import STAGES
 from ..analyzers.report import CapsuleName, CapsuleReport, RuleError, Rung
+from ..analyzers.stages import STAGES
 from .worker import Worker
 
 #: A capsule exists when this file does.

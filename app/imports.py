@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 import stat
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,13 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .scratch import scratch
+
 if TYPE_CHECKING:
     from ..capsules import Capsule
-
-#: Environment variable by which the asking process names the scratch directory.
-SCRATCH = "LLMCONSOLE_SCRATCH"
-#: How scratch directories are called, with the asking process's id behind it.
-PREFIX = "llmconsole-scratch-"
 
 #: Imported capsules kept at a time.
 _KEPT = 16
@@ -193,9 +189,9 @@ def _import(files: tuple[str, ...]) -> _Imported:
             _imported.move_to_end(files)
             return kept
         _forget(files)
-    scratch = _scratch()
+    place = scratch()
     started = time.monotonic()
-    made = _written(lambda: make(files, scratch, attach=False), scratch)
+    made = _written(lambda: make(files, place, attach=False), place)
     ended = time.monotonic()
     kept = _imported[files] = _Imported(stamp, made.path, made.problems, ended, ended - started)
     while len(_imported) > _KEPT:
@@ -216,33 +212,6 @@ def _written(make: Any, where: str) -> Any:
     except OSError as error:
         hint = "TMPDIR may name a roomier directory" if error.errno == errno.ENOSPC else ""
         raise EvidenceError(f"cannot be written ({error.strerror or error})", error.filename or where, hint) from None
-
-
-def _scratch() -> str:
-    """The scratch directory that the asking process gave, else one of this process."""
-    given = os.environ.get(SCRATCH, "")
-    if not os.path.isdir(given):
-        given = os.environ[SCRATCH] = new_scratch()
-    return given
-
-
-def new_scratch() -> str:
-    """A scratch directory of this process, readable by its owner only; those of dead processes are removed."""
-    place = tempfile.gettempdir()
-    for entry in os.scandir(place):
-        if entry.name.startswith(PREFIX) and not _alive(entry.name.removeprefix(PREFIX).partition("-")[0]):
-            shutil.rmtree(entry.path, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place)
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _listed(directory: str) -> tuple[list[str], list[str]]:

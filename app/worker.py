@@ -85,7 +85,7 @@ class Worker:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment.setdefault(name, "4")
         environment.setdefault("MALLOC_ARENA_MAX", "4")
-        from .imports import SCRATCH, new_scratch
+        from .scratch import SCRATCH, new_scratch
 
         with contextlib.suppress(OSError):  # without one, only raw files cannot be read
             environment[SCRATCH] = self._scratch = new_scratch()

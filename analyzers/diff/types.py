@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..finding import Stage
+from ..stages import Stage
 
 #: How two series part. ``start``: they differ from the first shared step on, and nothing says more.
 Manner = Literal["none", "jump", "rounding", "data-noise", "constant-ratio", "start", "undetermined"]

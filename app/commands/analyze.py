@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...analyzers.finding import STAGES
-from ...analyzers.report import IMPORT, CapsuleReport, Report, exit_status, judged
-from ..analysis import analyze_capsule, unfinished_report
+from ...analyzers.stages import STAGES
 from ..output import UNUSABLE, CommandError, console, narrate, print_json
 from ..worker import Worker, WorkerError
-from .evidence import sources
+
+if TYPE_CHECKING:
+    from ...analyzers.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,26 +39,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Analyse every path, print one report, and return the exit status."""
     export = _new_file(args.export)
+    with Worker() as worker:
+        worker.start()  # it loads what it needs while this side does
+        return _answered(worker, args, export)
+
+
+def _answered(worker: Worker, args: argparse.Namespace, export: Path | None) -> int:
+    from ...analyzers.report import IMPORT, CapsuleReport, Report, exit_status, judged
+    from ..analysis import analyze_capsule, unfinished_report
+    from .evidence import sources
+
     reports: list[CapsuleReport] = []
     usable = True
-    with Worker() as worker:
-        _check_rules(worker, args.rule)
-        for source in sources(worker, args.paths, separate=args.separate):
-            if source.problem:
-                narrate(source.problem)
-                usable = False
-                continue
-            if source.remark:
-                narrate(source.remark)
-                continue
-            try:
-                stages = (args.stage,) if args.stage else ()
-                reports.append(analyze_capsule(worker, source.path, rules=args.rule, stages=stages, files=source.files))
-            except WorkerError as error:
-                narrate(f"{source.path}: {error}" if str(source.path) not in str(error) else error)
-                usable = False
-                if error.kind != "refused":
-                    reports.append(unfinished_report(source.path, str(error)))
+    _check_rules(worker, args.rule)
+    for source in sources(worker, args.paths, separate=args.separate):
+        if source.problem:
+            narrate(source.problem)
+            usable = False
+            continue
+        if source.remark:
+            narrate(source.remark)
+            continue
+        try:
+            stages = (args.stage,) if args.stage else ()
+            reports.append(analyze_capsule(worker, source.path, rules=args.rule, stages=stages, files=source.files))
+        except WorkerError as error:
+            narrate(f"{source.path}: {error}" if str(source.path) not in str(error) else error)
+            usable = False
+            if error.kind != "refused":
+                reports.append(unfinished_report(source.path, str(error)))
     report = Report(reports=tuple(reports))
     usable = usable and all(judged(each) or all(error.rule != IMPORT for error in each.errors) for each in reports)
     if export is not None and reports:

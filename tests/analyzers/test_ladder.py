@@ -1,8 +1,9 @@
 """The ladder: what comes first, what only follows, and one mark a stage."""
 
-from llmconsole.analyzers.finding import STAGES, Confidence, Finding, Kind, Severity, Stage, Where
+from llmconsole.analyzers.finding import Confidence, Finding, Kind, Severity, Where
 from llmconsole.analyzers.ladder import attribute, first_divergence, marks, tier, transitive
 from llmconsole.analyzers.report import CapsuleName, CapsuleReport, Report, exit_status
+from llmconsole.analyzers.stages import STAGES, Stage
 
 
 def said(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import pytest
-from llmconsole.analyzers.finding import STAGES
 from llmconsole.analyzers.registry import HEADINGS, Rule, all_rules, plugin_warnings, rule
+from llmconsole.analyzers.stages import STAGES
 from llmconsole.capsules.batches import BATCH_ARRAYS
 from llmconsole.capsules.manifest import Manifest
 from llmconsole.capsules.streams import STREAMS
@@ -283,6 +286,41 @@ def test_a_second_rule_under_one_id_and_an_id_without_family_are_refused() -> No
         rule("capsule/damaged", stage="capture")(other)
     with pytest.raises(ValueError, match="family/name"):
         rule("lonely", stage="data")(other)
+
+
+class TestPlugIns:
+    @pytest.fixture
+    def installed(self, tmp_path: Path):
+        """A distribution of somebody else with one entry point; what it points to is given."""
+
+        def install(target: str, group: str = "llmconsole.rules") -> subprocess.CompletedProcess[str]:
+            place = tmp_path / "theirs-1.0.dist-info"
+            place.mkdir()
+            (place / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+            (place / "entry_points.txt").write_text(f"[{group}]\nours = {target}\n")
+            (tmp_path / "their_rules.py").write_text(
+                "from llmconsole.analyzers.registry import rule\n\n\n"
+                "@rule('theirs/late', stage='data')\ndef late(capsule):\n    return ()\n"
+            )
+            script = (
+                "import sys\nfrom llmconsole.analyzers.registry import all_rules, plugin_warnings\n"
+                "print('theirs/late' in [each.id for each in all_rules()], 'importlib.metadata' in sys.modules, "
+                "len(all_rules()) > 50, *plugin_warnings())"
+            )
+            environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+            return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+
+        return install
+
+    def test_bring_rules_of_others(self, installed: Any) -> None:
+        assert installed("their_rules").stdout.split() == ["True", "True", "True"]
+
+    def test_that_are_broken_are_a_warning(self, installed: Any) -> None:
+        said = installed("no_such_module").stdout
+        assert said.startswith("False True True plug-in ours (no_such_module) was not loaded: ModuleNotFoundError")
+
+    def test_of_other_groups_are_not_even_taken_apart(self, installed: Any) -> None:
+        assert installed("their_rules", group="console_scripts").stdout.split() == ["False", "False", "True"]
 
 
 def test_no_plugin_is_broken_here() -> None:

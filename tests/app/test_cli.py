@@ -115,6 +115,17 @@ class TestDispatch:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.stderr.strip() == "1 []"
 
+    def test_analysis_starts_its_worker_before_it_loads_what_it_prints_with(self, runs: Path):
+        script = (
+            "import subprocess, sys; from llmconsole.app.cli import main; start = subprocess.Popen\n"
+            "def started(*given, **named):\n"
+            "    print([name for name in ('msgspec', 'rich') if name in sys.modules], file=sys.stderr)\n"
+            "    return start(*given, **named)\n"
+            f"subprocess.Popen = started; main(['analyze', {str(runs)!r}])"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.stderr.strip() == "[]"
+
 
 class TestExitStatus:
     def test_one_where_something_diverged(self, cli: Run, runs: Path):

@@ -235,7 +235,7 @@ class TestWorker:
 
 class TestGrowing:
     def test_a_log_that_grew_is_read_again(self, log: Path, scratches: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv(imports.SCRATCH, str(scratches))
+        monkeypatch.setenv("LLMCONSOLE_SCRATCH", str(scratches))
         monkeypatch.setattr(imports, "_PATIENCE", 0.0)
         assert len(imports.open_evidence(str(log)).scalars("loss")) == 59
         assert imports.open_evidence(str(log)).path == imports.open_evidence(str(log)).path

@@ -6,8 +6,9 @@ import io
 
 import msgspec
 import pytest
-from llmconsole.analyzers.finding import STAGES, Candidate, Counterfactual, Evidence, Finding, Where
+from llmconsole.analyzers.finding import Candidate, Counterfactual, Evidence, Finding, Where
 from llmconsole.analyzers.report import CapsuleName, CapsuleReport, FirstDivergence, Report, RuleError, Rung, Skipped
+from llmconsole.analyzers.stages import STAGES
 from llmconsole.app.render import figure, observed, place_of, print_report
 from rich.console import Console
 
