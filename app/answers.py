@@ -49,20 +49,29 @@ def analyze(
     report = run_rules(_open(path, files), chosen)
     unread = tuple(RuleError(rule=IMPORT, error=problem) for problem in imports.problems_of(path, files))
     named = msgspec.structs.replace(report.capsule, path=path)
-    findings = tuple(_with_own_cases(each, cases) for each in report.findings) if cases else report.findings
+    findings = _with_own_cases(report.findings, cases) if cases else report.findings
     return msgspec.structs.replace(report, capsule=named, findings=findings, errors=(*report.errors, *unread))
 
 
-def _with_own_cases(finding: Finding, start: str) -> Finding:
-    """A finding with the user's own cases before those that ship with the product."""
+def _with_own_cases(findings: tuple[Finding, ...], start: str) -> tuple[Finding, ...]:
+    """Findings with the user's own cases before those that ship with the product."""
     import msgspec
 
+    from . import paths
+    from .casebook.log import own_text
+
+    if not any(each.severity != "info" for each in findings):
+        return findings
+    text = own_text(paths.case_file(Path(start))).casefold()
+    if not any(each.rule in text for each in findings):  # most have no log, and to take one apart is no small matter
+        return findings
     from .looks.cases import own_cases
 
-    if finding.severity == "info":
-        return finding
-    return msgspec.structs.replace(
-        finding, cases=tuple(dict.fromkeys([*own_cases(finding.rule, start), *finding.cases]))
+    return tuple(
+        each
+        if each.severity == "info"
+        else msgspec.structs.replace(each, cases=tuple(dict.fromkeys([*own_cases(each.rule, start), *each.cases])))
+        for each in findings
     )
 
 

@@ -22,14 +22,13 @@ from ..text import one_line
 from . import cards
 from .files import replace_file, restore_file
 from .incident import read_notebook, update_incident
+from .log import LARGEST
 from .nodes import find_test
 from .notebook import duration
 from .store import Repository
 
 if TYPE_CHECKING:
     from ..worker import Worker
-
-_LARGEST_LOG = 64 << 20
 
 
 class ResolveError(Exception):
@@ -252,8 +251,8 @@ def read(file: Path) -> str:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_LOG:
-                raise ResolveError(f"{file} is no file of at most {_LARGEST_LOG >> 20} MiB; LLMCONSOLE_CASES names one")
+            if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST:
+                raise ResolveError(f"{file} is no file of at most {LARGEST >> 20} MiB; LLMCONSOLE_CASES names one")
             return stream.read().decode("utf-8", "surrogateescape")
     except FileNotFoundError:
         return ""

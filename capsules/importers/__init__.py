@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -65,10 +65,14 @@ class Imported:
     problems: tuple[str, ...]
 
 
+def importers() -> Iterator[Importer]:
+    """Every importer, in the order in which they are asked; each is loaded when its turn comes."""
+    return map(_importer, MODULES)
+
+
 @cache
-def importers() -> tuple[Importer, ...]:
-    """Every importer, in the order in which they are asked."""
-    return tuple(cast("Importer", import_module(f".{name}", __name__)) for name in MODULES)
+def _importer(name: str) -> Importer:
+    return cast("Importer", import_module(f".{name}", __name__))
 
 
 def recognise(path: str | os.PathLike[str]) -> Importer | None:
@@ -101,8 +105,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
     found = [(source, known(source)) for source in map(Source, paths)]
     if not found:
         raise EvidenceError("no file was given to import")
-    order = importers()
-    found.sort(key=lambda each: order.index(each[1]))  # stable: files of one format stay in order
+    found.sort(key=lambda each: _turn(each[1]))  # stable: files of one format stay in order
     path = _free(Path(target), _name([source.path for source, _ in found]))
     manifest: dict[str, Any] = {
         "id": _identity([source for source, _ in found]),
@@ -172,6 +175,10 @@ def known(source: Source) -> Importer:
         tried = ", ".join(each.FORMAT for each in importers())
         raise EvidenceError(f"of no known format{kind} (looked for {tried})", str(source.path))
     return importer
+
+
+def _turn(importer: Importer) -> int:
+    return next(turn for turn, each in enumerate(importers()) if each is importer)
 
 
 def rank_in_name(path: Path) -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from llmconsole.app.answers import analyze
 from llmconsole.app.looks.cases import case_list
+from llmconsole.app.paths import seed_cases
 
 from ..capsules import diverged
 from ..conftest import Run
@@ -42,10 +48,28 @@ def test_the_report_names_the_users_own_cases_before_ours(repository: Path) -> N
     assert all("our-nan" not in each.cases for each in without)
 
 
-def test_a_log_that_cannot_be_read_takes_nothing_from_the_report(repository: Path) -> None:
-    (repository / "debug-cases.md").mkdir()
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff numerics/loss-nonfinite")]
+)
+def test_a_log_that_cannot_be_read_takes_nothing_from_the_report(
+    repository: Path, make: Callable[[Path], object]
+) -> None:
+    make(repository / "debug-cases.md")
     report = analyze(str(diverged(repository / "run.capsule")), cases=str(repository))
     assert report.first_divergence.rule == "numerics/loss-nonfinite"
+
+
+@pytest.mark.parametrize("log", ["", seed_cases(), "## no-such · A case\n\n- **Rules:** data/all-masked\n"])
+def test_a_log_that_names_no_rule_of_the_report_is_not_taken_apart(repository: Path, log: str) -> None:
+    if log:
+        (repository / "debug-cases.md").write_text(log)
+    capsule = diverged(repository / "run.capsule")
+    script = (
+        "import sys; from llmconsole.app.answers import analyze; "
+        f"found = analyze({str(capsule)!r}, cases={str(repository)!r}).findings; "
+        "print(len(found) > 0, 'markdown_it' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == ["True", "False"]
 
 
 def test_after_the_cases_of_a_rule_come_those_alike(repository: Path) -> None:

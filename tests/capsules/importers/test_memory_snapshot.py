@@ -7,6 +7,7 @@ import gc
 import gzip
 import pickle
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,15 @@ class TestTheEvidenceOfASnapshot:
         assert [ACTIONS[code] for code in columns["action"]] == kinds
         assert columns["size"].tolist() == [each["size"] for each in a.events]
         assert columns["address"].tolist() == [each.get("addr", each.get("device_free")) for each in a.events]
+
+    def test_is_recognised_before_the_readers_of_text_are_loaded(self, tmp_path: Path):
+        path = save(tmp_path / "snapshot.pickle", small().snapshot())
+        script = (
+            f"import sys; from llmconsole.capsules.importers import recognise; print(recognise({str(path)!r}).FORMAT, "
+            "'llmconsole.capsules.importers.text_log' in sys.modules)"
+        )
+        said = subprocess.check_output([sys.executable, "-c", script], text=True)
+        assert said.strip() == "CUDA memory snapshot False"
 
     def test_of_several_devices_is_one_rank_a_device(self, tmp_path: Path):
         first, second = CachingAllocator(GIB), CachingAllocator(GIB, device=2)
