@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt Makefile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip compiles what it installs, but not what an editable install points to: each start would do it anew where
+# Python may write no bytecode.
+COMPILE := $(BIN)/python -m compileall -q app analyzers capsules
 
 .PHONY: demo test check bench clean
 
@@ -36,14 +39,17 @@ $(VENV)/.created: $(SOURCES)
 
 $(VENV)/.installed: $(VENV)/.created
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.created
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[test]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.created
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[test,dev]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 clean:
