@@ -378,14 +378,22 @@ class Finisher:
 
     def abandon(self, reason: str | None = None) -> None:
         """Close the files after a failure, sealing what is there and saying why where that still can be written."""
-        try:
-            if self.ranks is not None:
-                self.ranks.stop()
-            if reason is not None and not self._writer.closed:
-                self._writer.release()
-                fields = {"level": "warning", "logger": "llmconsole.recorder", "message": f"recording ended: {reason}"}
-                with contextlib.suppress(OSError):
-                    self._writer.record("events", {"kind": "log", "step": self.step, "t": time.time(), **fields})
-            self._writer.close(status="crashed" if self._crashed else "sealed")
-        except Exception:  # not even the reserve was left: readers will see that its writer is gone
-            return
+        if self.ranks is not None:
+            self.ranks.stop()
+        seal(self._writer, reason, self.step, self._crashed)
+
+
+def seal(writer: CapsuleWriter, reason: str | None, step: int = 0, crashed: bool = False) -> None:
+    """Close a capsule whose recorder ends before the job, with the reason in it where there is one.
+
+    Never raises, and does nothing where the capsule is closed. ``crashed``: by an exception of the job.
+    """
+    try:
+        if reason is not None and not writer.closed:
+            writer.release()
+            fields = {"level": "warning", "logger": "llmconsole.recorder", "message": f"recording ended: {reason}"}
+            with contextlib.suppress(OSError):
+                writer.record("events", {"kind": "log", "step": step, "t": time.time(), **fields})
+        writer.close(status="crashed" if crashed else "sealed")
+    except Exception:  # not even the reserve was left: readers will see that its writer is gone
+        return

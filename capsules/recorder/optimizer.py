@@ -86,9 +86,9 @@ _stepping: list[dict[str, bool]] = []  # the GradScaler.step calls on the stack
 
 def attach(observer: Observer) -> None:
     """Tell ``observer`` from now on."""
-    if not _observers:
-        _install()
     _observers.append(observer)
+    if len(_observers) == 1:
+        _install()
 
 
 def detach(observer: Observer) -> None:

@@ -91,9 +91,9 @@ class Ranks:
         self._closed = False
         #: What to do after a signal was recorded that the job's own thread cannot deal with.
         self.unheard: Callable[[str], None] = lambda name: None
-        self._collectives.calls.install()
         tick = TICK if hang_after is None else min(TICK, max(hang_after / 4, 0.05))
         self._watchdog = Watchdog(self._look, self._signalled, tick)
+        self._collectives.calls.install()
 
     def reductions(self) -> int:
         """Reductions that were called from Python so far."""

@@ -19,7 +19,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +34,7 @@ from .checkpoints import Checkpoints
 from .device import DeviceScalars
 from .evaluation import Pass
 from .failure import said_by
-from .finish import Finisher
+from .finish import Finisher, seal
 from .hooks import ModuleHooks
 from .loop import Loop
 from .ranks import Ranks
@@ -106,6 +106,8 @@ class Recorder:
         self._next_step = 0
         self._patience = UNSEEN_MICROS
         self._left = time.perf_counter()
+        self._reason: str | None = None  # of an end that nobody asked for
+        self._put_on = ExitStack()  # what takes off again all that was put on, the newest first
         try:
             self._every = max(int(every), 1)
             self._statistics_every = max(int(statistics_every or every), 1)
@@ -113,8 +115,9 @@ class Recorder:
             self._contract, self._checkpoints, self._hang_after = bool(contract), checkpoints, hang_after
             self._open(directory, model, optimizer, config, tokenizer, manifest, phase, title, whole_updates, max_bytes)
         except Exception as error:
-            log.warning("not recording: %s: %s", type(error).__name__, said_by(error).split("\n")[0])
-            self._take_off()
+            reason = f"{type(error).__name__}: {said_by(error)}".split("\n")[0]
+            log.warning("not recording: %s", reason)
+            self._take_off(reason)
 
     def _open(
         self,
@@ -142,40 +145,42 @@ class Recorder:
         path = rendezvous.capsule_path(directory, rank, world_size)
         directory.mkdir(parents=True, exist_ok=True)
         title = title or environment.title(fields.get("run"))
+        self._signals = Signals(self._signalled)
+        self._put_on.callback(self._signals.close)
         writer = CapsuleWriter(path, title=title, phase=phase, manifest=fields, rank=rank)  # type: ignore[arg-type]
+        self._put_on.callback(lambda: seal(writer, self._reason))
         self.path = path
         self._tape = Tape()
         self._hooks = ModuleHooks(model, self._tape, self._disable)
+        self._put_on.callback(self._hooks.close)
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         self._hooks.compiled.prepare(len(self._hooks.modules), device)
-        self._loop = Loop(
-            self._tape,
-            self._hooks,
-            named,
-            ignore_index,
-            dict(manifest or {}),
-            whole_updates,
-            self._attempt,
-            self._step_outside,
-        )
+        ways = (whole_updates, self._attempt, self._step_outside)
+        self._loop = Loop(self._tape, self._hooks, named, ignore_index, dict(manifest or {}), *ways)
         self._finisher = Finisher(
             writer, self._loop, DeviceScalars(device), rank, self._attempt, training, self._keep, max_bytes
         )
+        self._put_on.callback(lambda: self._finisher.abandon(self._reason))
         if world_size > 1:
             parts = (lambda: self._loop.window, self._finisher.take_over)
             self._finisher.ranks = Ranks(writer, self._attempt, *parts, self._hooks.root, self._hang_after)
+            self._finisher.ranks.unheard = self._signals.deadly
             self._hooks.several, self._loop.reduction.called = True, self._finisher.ranks.reductions
         told = (tokenizer, self._contract, self._checkpoints)
         self._between = Between(writer, self._loop, self._finisher, fields, *told, self._attempt)
-        self._signals = Signals(self._signalled)
-        if self._finisher.ranks is not None:
-            self._finisher.ranks.unheard = self._signals.deadly
+        self._put_on.callback(self._between.end)
+        self._put_on.callback(optimizer.detach, self._loop)
         optimizer.attach(self._loop)
-        self.recording = True
         this = weakref.ref(self)
-        self._at_exit: Callable[[], None] = lambda: (it := this()) and it.close()
-        atexit.register(self._at_exit)
+
+        def at_exit() -> None:
+            if (it := this()) is not None:
+                it.close()
+
+        self._put_on.callback(atexit.unregister, at_exit)
+        atexit.register(at_exit)
+        self.recording = True
 
     # -- the loop
 
@@ -381,19 +386,13 @@ class Recorder:
             self._take_off(reason)
 
     def _take_off(self, reason: str | None = None) -> None:
-        was_open, self.recording = self.recording, False
-        self._ended = True
-        if not hasattr(self, "_hooks"):  # it failed before anything was put on
-            return
-        self._tape.on = False
-        self._hooks.close()
-        if was_open:
-            optimizer.detach(self._loop)
-            self._between.end()
-            self._loop.window = None
-            self._finisher.abandon(reason)
-            self._signals.close()
-            atexit.unregister(self._at_exit)
+        self.recording, self._ended, self._reason = False, True, reason
+        if hasattr(self, "_loop"):
+            self._loop.window, self._tape.on = None, False
+        try:
+            self._put_on.close()
+        except Exception as error:  # the others were taken off all the same
+            log.warning("not taken off: %s: %s", type(error).__name__, said_by(error).split("\n")[0])
 
     def _signalled(self, name: str, final: bool) -> None:
         if self._alive():

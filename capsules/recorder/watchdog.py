@@ -45,7 +45,14 @@ class Watchdog:
         self._wakes = _take_signals(self._writing)
         _all.add(self)
         self._thread = threading.Thread(target=self._run, name="llmconsole watchdog", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # as many threads as there may be
+            self._stopped = True
+            self.leave_signals()
+            os.close(self._reading)
+            os.close(self._writing)
+            raise
 
     def stop(self) -> None:
         """Let the thread end; waits for nothing."""

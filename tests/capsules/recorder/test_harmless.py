@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,38 @@ class TestErrorsInside:
         assert len(recording.train(2)) == 2
         assert len(caplog.records) == 1
         assert "reduction" in caplog.text
+
+    @pytest.mark.parametrize(
+        "part",
+        ["ModuleHooks", "Loop", "Finisher", "Ranks", "Between", "optimizer.attach", "atexit.register"],
+    )
+    def test_a_recorder_that_fails_while_it_is_made_seals_its_capsule_and_takes_everything_off(
+        self, part: str, gpt: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+    ) -> None:
+        from llmconsole.capsules.recorder import recorder
+
+        def broken(*arguments: Any, **keywords: Any) -> None:
+            raise RuntimeError("not today")
+
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LLMCONSOLE_RUN": f"made-{part}"}.items():
+            monkeypatch.setenv(name, value)
+        model = gpt.GPT()
+        before, threads = visible_state(model), threading.active_count()
+        owner, _, name = part.rpartition(".")
+        monkeypatch.setattr(getattr(recorder, owner) if owner else recorder, name, broken)
+        recording = gpt.Run(tmp_path, model)
+        assert len(recording.train(2)) == 2
+        recording.recorder.close()
+        assert visible_state(model) == before
+        assert [record.getMessage() for record in caplog.records] == ["not recording: RuntimeError: not today"]
+        capsule = Capsule.open(recording.recorder.path)
+        assert capsule.status == "sealed"
+        (event,) = capsule.records("events")
+        assert event["message"] == "recording ended: RuntimeError: not today"
+        deadline = time.monotonic() + 30
+        while threading.active_count() > threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == threads
 
     def test_recording_warns_of_nothing_by_itself(self, run: Any) -> None:
         with warnings.catch_warnings():
