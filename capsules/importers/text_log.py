@@ -32,6 +32,9 @@ _DOCUMENT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\{\s*[\"}]|\[\s*[\[{\"])")
 _RANKED = re.compile(r"(?:^|[^a-z])rank[_\-.]?\d", re.IGNORECASE)
 #: How a line begins that the runtime of a container keeps in a JSON object.
 _BOXED = b'{"log":"'
+#: What stands before a line that a mail quotes, and around lines that a text or a model's sample quotes.
+_QUOTE = re.compile(r"\s{0,3}>{1,9}\s?")
+_FENCE = re.compile(rb"```([\w+-]{0,20})\s*$")
 #: Signs after which a last line without its end is complete all the same.
 _CLOSED = b"|%})]"
 
@@ -66,8 +69,11 @@ def read(source: Source, out: Run) -> None:
         block = b"\n".join(lines)
         found = [(at, each, [mark for mark in each.marks if mark in block]) for at, each in enumerate(readers)]
         asked = [(at, each, marks, each.take) for at, each, marks in found if marks or each.open]
-        for raw in lines if asked else ():
+        quoted = _fenced(lines) if b"```" in block else ()
+        for number, raw in enumerate(lines if asked else ()):
             line = ""
+            if number in quoted:
+                continue
             for at, reader, marks, take in asked:
                 for mark in marks:
                     if mark in raw:
@@ -75,12 +81,16 @@ def read(source: Source, out: Run) -> None:
                 else:
                     if not reader.open:
                         continue
-                line = line or log.owner(raw[:_SEEN].decode("utf-8", "replace"))
+                if not line:
+                    line = log.owner(raw[:_SEEN].decode("utf-8", "replace"))
+                    if _QUOTE.match(line) is not None:
+                        break
                 if take(line):
                     used[at] += 1
                     break
     for reader in readers:
         reader.close()
+    log.attempts.close()
     names = [program.FORMAT for program, lines in zip(known, used, strict=True) if lines and program.FORMAT]
     out.format = f"log of {', '.join(names)}" if names else FORMAT
 
@@ -104,6 +114,21 @@ def _batches(source: Source, out: Run) -> Iterator[list[bytes]]:
             lines, size = [], 0
     if lines:
         yield lines
+
+
+def _fenced(lines: list[bytes]) -> set[int]:
+    """Numbers of the lines between a fence of three backticks and the bare one that closes it: a quotation."""
+    found: set[int] = set()
+    opened = -1
+    for number, line in enumerate(lines):
+        if (fence := _FENCE.match(line)) is None:
+            continue
+        if opened >= 0 and not fence[1]:
+            found.update(range(opened, number))
+            opened = -1
+        else:
+            opened = number  # one that names a language only opens
+    return found
 
 
 def _known(part: bytes) -> bool:

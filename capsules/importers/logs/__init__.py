@@ -32,6 +32,7 @@ MODULES = (
     "arguments",
     "pairs",
     "skips",
+    "world",
 )
 
 

@@ -69,6 +69,8 @@ _CALLED_IN = ("distributed_c10d.py", "functional_collectives.py")
 _PASSED_ON = frozenset(("wrapper", "inner", "wait", "_wrapped_call_impl", "_call_impl"))
 #: Timeouts of one log that are kept.
 _MOST = 10_000
+#: Seconds by which what a line says of times may be off.
+_SLACK_S = 2.0
 
 
 class Collectives:
@@ -76,8 +78,8 @@ class Collectives:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._open: dict[tuple[int, Any], dict[str, Any]] = {}
-        self._said: set[tuple[int, str]] = set()
+        self._open: dict[tuple[int, int, Any], dict[str, Any]] = {}  # by attempt, rank and call
+        self._said: set[tuple[int, int, str]] = set()
         self._stack: list[Frame] | None = None
 
     def take(self, line: str) -> int | None:
@@ -112,9 +114,8 @@ class Collectives:
     def close(self) -> None:
         """The log ends here: what was said of each timeout is complete."""
         for fields in self._open.values():
-            rank, step = fields.pop("rank"), fields.pop("step")
             _fill(fields, op=_called(fields.get("frames") or ()))
-            self._log.run.event("collective_timeout", step=step, rank=rank, **fields)
+            self._log.attempts.event("collective_timeout", **fields)
         self._open.clear()
 
     @property
@@ -125,11 +126,11 @@ class Collectives:
     @property
     def several(self) -> bool:
         """Whether more than one rank spoke of a collective."""
-        return len({rank for rank, _ in (*self._open, *self._said)}) > 1
+        return len({rank for _, rank, _ in (*self._open, *self._said)}) > 1
 
     def timed_out(self, rank: int) -> bool:
-        """Whether the watchdog of a rank gave up on a collective."""
-        return any(each == rank for each, _ in self._open)
+        """Whether the watchdog of a rank gave up on a collective, in the last attempt."""
+        return any(each[:2] == (self._log.attempts.number, rank) for each in self._open)
 
     def _speaker(self, line: str) -> tuple[int, str | None]:
         """Who speaks, and the job-wide name of the group; a number in the text is the rank within that group."""
@@ -143,16 +144,19 @@ class Collectives:
         return (self._log.rank if self._log.told or named is None else named), found["group"]
 
     def _entry(self, rank: int, key: Any, line: str) -> dict[str, Any]:
-        if (rank, key) not in self._open and len(self._open) >= _MOST:
+        attempt = self._log.attempts.number
+        place = (attempt, rank, key)
+        if place not in self._open and len(self._open) >= _MOST:
             self._log.run.note(f"more than {_MOST:,} timeouts of collectives; the first are kept")
             return {}
-        entry = self._open.setdefault((rank, key), {"rank": rank, "step": self._log.step, "t": None})
+        self._log.attempts.stopped()
+        entry = self._open.setdefault(place, {"attempt": attempt, "rank": rank, "step": self._log.step, "t": None})
         entry["t"] = self._log.time(line) if entry["t"] is None else entry["t"]
         return entry
 
     def _newest(self, rank: int) -> dict[str, Any]:
         for key in reversed(self._open):
-            if key[0] == rank:
+            if key[:2] == (self._log.attempts.number, rank):
                 return self._open[key]
         return {}
 
@@ -162,9 +166,10 @@ class Collectives:
         if found is None:
             return
         said = dict(_FIELD.findall(found[1]))
-        seq = count(said.get("SeqNum", ""))
+        seq, timeout, ran = count(said.get("SeqNum", "")), count(said.get("Timeout(ms)", "")), count(found[2] or "")
+        if ran is not None and self._lived_on(rank, self._log.time(line), ran / 1e3):
+            self._log.attempts.begin()
         entry = self._entry(rank, seq if seq is not None else f"{said.get('OpType')}", line)
-        timeout, ran = count(said.get("Timeout(ms)", "")), count(found[2] or "")
         shape = _SHAPE.search(found[1])
         _fill(
             entry,
@@ -177,10 +182,15 @@ class Collectives:
             ran_s=ran / 1e3 if ran is not None else None,
         )
 
+    def _lived_on(self, rank: int, t: float | None, ran_s: float) -> bool:
+        """Whether a call began after the watchdog of its rank had given up on another: a watchdog ends its process."""
+        given_up = self._newest(rank).get("t")
+        return given_up is not None and t is not None and t - ran_s > given_up + _SLACK_S
+
     def _reached(self, rank: int, group: str | None, seq: int | None, line: str) -> None:
         """``failure detected by watchdog at work sequence id: … PG status: last enqueued work: …``."""
         key: Any = seq
-        if self._open.get((rank, key), {}).get("group", group) != group:
+        if self._open.get((self._log.attempts.number, rank, key), {}).get("group", group) != group:
             key = (group, seq)  # another group of this rank that stands at the same number
         _fill(self._entry(rank, key, line), seq=seq, group=group, **_numbers_of_group(line))
 
@@ -191,7 +201,7 @@ class Collectives:
             return
         other = _SIGNAL_FROM.search(line)
         fields = {"group": group, "other_rank": count(other[1]) if other else None, "t": self._log.time(line)}
-        self._log.event("collective_status", rank=rank, **fields, **reached)
+        self._log.incident("collective_status", rank=rank, **fields, **reached)
 
     def _typed(self, rank: int, step: int | None, text: str, frames: Sequence[Frame]) -> bool:
         """What a text says, in a line or in an exception: one event each, however often it is repeated."""
@@ -210,21 +220,23 @@ class Collectives:
             named, fields = prints
             if self._new(rank if self._log.told or frames else named, f"print {sorted(fields.items(), key=str)}"):
                 place = rank if self._log.told or frames else named
-                self._log.run.event("collective_mismatch", step=step, rank=place, frames=list(frames) or None, **fields)
+                fields["frames"] = list(frames) or None
+                self._log.incident("collective_mismatch", step=step, rank=place, **fields)
         elif unused := _UNUSED.findall(text):
             names = next((names for indices, names in unused if not indices), "")
             listed = _listed(names) if names else [f"parameter {each}" for each in unused[0][1].split()][:500]
             if self._new(rank, f"unused {listed}"):
-                self._log.run.event("unused_parameters", step=step, rank=rank, missing=listed, message=text[:500])
+                self._log.incident("unused_parameters", step=step, rank=rank, missing=listed, message=text[:500])
         else:
             return False
         return True
 
     def _new(self, rank: int, said: str) -> bool:
-        if (rank, said) in self._said:
+        place = (self._log.attempts.number, rank, said)
+        if place in self._said:
             return False
         if len(self._said) < _MOST:
-            self._said.add((rank, said))
+            self._said.add(place)
         return True
 
 

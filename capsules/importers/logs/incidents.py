@@ -77,7 +77,7 @@ class _Trace:
         self.frames: list[Frame] = []  # outermost first, as it is printed
         self.ignored = False
         self.more = _MORE
-        self.order = 0
+        self.order = self.attempt = 0
 
 
 class Lines:
@@ -122,7 +122,7 @@ class Lines:
         self._log = log
         self._traces: dict[int, _Trace] = {}
         self._ignored: set[int] = set()
-        self._seen: set[tuple[int, str, str]] = set()
+        self._seen: set[tuple[int, int, str, str]] = set()
         self._collectives = Collectives(log)
         self._launcher = Launcher(log)
         self._killed: list[dict[str, Any]] = []  # by the kernel, which knows processes and no ranks
@@ -176,18 +176,19 @@ class Lines:
             self._claim({"kind": "log", "pid": int(process[1]) if process else None, **event})
             return True
         self._speakers.add(speaker)
-        self._log.run.event("log", rank=speaker, **event)
+        self._log.attempts.event("log", speaker, **event)
         return True
 
     def close(self) -> None:
         """The log ends here: an error that waited for more lines is complete."""
         for rank in list(self._traces):
             self._end(rank)
+        self._log.attempts.close()
         for entry in self._killed:
             rank = self._launcher.rank_of(entry.get("pid"))
             if rank is not None:
                 self._launcher.ran_out(rank)
-            self._log.run.event("oom", rank=self._log.home if rank is None else rank, **entry)
+            self._log.attempts.event("oom", self._log.home if rank is None else rank, **entry)
         self._killed.clear()
         self._settle()
         self._launcher.close(self._collectives.timed_out)
@@ -216,16 +217,17 @@ class Lines:
         if told is None:
             self._speakers.add(rank)
         fields = {name: value for name, value in event.items() if name != "kind"}
-        self._log.run.event("exception", rank=rank, told=told, **fields)
+        self._log.attempts.event("exception", rank, told=told, **fields)
         if (met := sizes(str(event.get("message")))) is not None:
-            self._log.run.event("collective_mismatch", step=event.get("step"), rank=rank, told=told, **met)
+            place = {"attempt": event.get("attempt"), "step": event.get("step"), "told": told}
+            self._log.attempts.event("collective_mismatch", rank, **place, **met)
 
     def _claim(self, event: dict[str, Any]) -> None:
         """Keep an event until the end of the log, when it is known whether several ranks print into it."""
         if len(self._unclaimed) >= _MOST_UNCLAIMED:
             self._log.run.note("more errors without the rank that printed them than are kept")
             return
-        self._unclaimed.append(event)
+        self._unclaimed.append({"attempt": self._log.attempts.number, **event})
 
     def _settle(self) -> None:
         """Give what nothing says the rank of to the one rank that it can be of, or say that it is not told."""
@@ -246,7 +248,7 @@ class Lines:
             if event["kind"] == "exception":
                 self._failed(home if rank is None else rank, told, event)
             else:
-                self._log.run.event(rank=home if rank is None else rank, told=told, **event)
+                self._log.attempts.event(rank=home if rank is None else rank, told=told, **event)
         self._unclaimed.clear()
 
     def _traced(self, trace: _Trace, line: str) -> bool:
@@ -278,6 +280,9 @@ class Lines:
         if (memory := parsed(line)) is not None:
             del self._traces[self._log.rank]
             return self._oom(line, memory, trace, found[1])
+        if not trace.ignored:
+            self._log.attempts.stopped()
+        trace.attempt = self._log.attempts.number
         trace.error = {"type": found[1], "message": (found[2] or "")[:_LONGEST]}
         trace.text = (found[2] or "")[:_READ]
         return True
@@ -290,11 +295,12 @@ class Lines:
             if trace.ignored:
                 message = f"{trace.error['type']}: {trace.error['message']}"[:_LONGEST]
                 fields: dict[str, Any] = {"level": "warning", "logger": "python", "message": message}
-                self._log.run.event("log", step=trace.step, rank=trace.rank, **fields)
+                self._log.incident("log", step=trace.step, rank=trace.rank, **fields)
                 return
             frames = trace.frames[::-1]
             self._collectives.raised(trace.rank, trace.step, trace.text, frames)
             event: dict[str, Any] = {"step": trace.step, "frames": frames or None, "order": trace.order, **trace.error}
+            event["attempt"] = trace.attempt
             if trace.anonymous:
                 self._claim({"kind": "exception", **event})
             else:
@@ -308,8 +314,10 @@ class Lines:
             entry["type"] = kind or line.split("Error:")[0].split()[-1] + "Error"
         if entry.get("pid") is not None:
             if self._new(rank, "oom", entry["message"]) and len(self._killed) < 1000:
-                self._killed.append({**entry, "step": self._log.step, "t": self._log.time(line)})
+                told = {"attempt": self._log.attempts.number, "step": self._log.step, "t": self._log.time(line)}
+                self._killed.append({**entry, **told})
         elif self._new(rank, "oom", entry["message"]):
+            self._log.attempts.stopped()
             step = self._log.step if trace is None else trace.step
             event: dict[str, Any] = {"step": step, "t": self._log.time(line), "frames": frames or None, **entry}
             event["order"], self._errors = (self._errors if trace is None else trace.order), self._errors + 1
@@ -319,12 +327,12 @@ class Lines:
             if entry.get("type") != "OOM killer":
                 self._launcher.ran_out(rank)
             self._speakers.add(rank)
-            self._log.run.event("oom", rank=rank, **event)
+            self._log.attempts.event("oom", rank, **event)
         return True
 
     def _new(self, rank: int, kind: str, message: str) -> bool:
         """Whether an error was not printed before: launchers repeat what ranks have said already."""
-        key = (rank, kind, message[:200])
+        key = (self._log.attempts.number, rank, kind, message[:200])
         if key in self._seen:
             return False
         if len(self._seen) < 10_000:

@@ -31,9 +31,11 @@ class Launcher:
         self._exits: dict[int, dict[str, Any]] = {}
         self._out_of_memory: set[int] = set()
         self._ranks: dict[int, int] = {}
+        self._attempt = 0
 
     def ran_out(self, rank: int) -> None:
         """A rank ran out of memory."""
+        self._begun()
         self._out_of_memory.add(rank)
 
     def rank_of(self, process: int | None) -> int | None:
@@ -42,7 +44,8 @@ class Launcher:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the summary speaks of."""
+        """The ranks that the summary of the last attempt speaks of."""
+        self._begun()
         return tuple(self._exits)
 
     @property
@@ -60,6 +63,7 @@ class Launcher:
         found = _FIELD.match(line)
         if found is None:
             return False
+        self._begun()
         field, text = found[1], found[2].strip()
         if field == "rank":
             named = _RANK.match(text)
@@ -67,6 +71,7 @@ class Launcher:
             if self.rank is not None:
                 self._exits.setdefault(self.rank, {}).update(self._before)
             self._before = {}
+            self._log.attempts.stopped(launcher=True)
             return self.rank is not None
         if field in ("time", "host"):  # printed before the rank
             value = _seconds(text) if field == "time" else text[:200]
@@ -80,11 +85,12 @@ class Launcher:
             if (process := _PID.search(text)) is not None:
                 self._ranks[int(process[1])] = self.rank
             message, time = f"exit code {text}"[:200], self._exits[self.rank].get("time")
-            self._log.event("log", rank=self.rank, level="error", logger="torchrun", message=message, t=time)
+            self._log.incident("log", rank=self.rank, level="error", logger="torchrun", message=message, t=time)
         return True
 
     def close(self, timed_out: Callable[[int], bool]) -> None:
         """The log ends here; ``timed_out`` says of a rank whether its watchdog gave up."""
+        self._begun()
         for rank, said in self._exits.items():
             code = said.get("code")
             if code is None:
@@ -98,6 +104,14 @@ class Launcher:
             ended = {"kind": kind, "message": message, "t": said.get("time")}
             left = {name: value for name, value in ended.items() if value is not None}
             self._log.run.record("ranks", {"host": said.get("host"), "exit": left}, rank)
+
+    def _begun(self) -> None:
+        """Forget the ends of the ranks in an attempt that another one followed."""
+        if self._attempt != self._log.attempts.number:
+            self._attempt = self._log.attempts.number
+            self._exits.clear()
+            self._out_of_memory.clear()
+            self.rank = None
 
 
 def _seconds(text: str) -> float | None:

@@ -10,13 +10,19 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from ..run import Run
+from .attempts import Attempts
 
 #: A number as programs print it: thousands separators, exponents, nan and inf.
 NUMBER = r"[-+]?(?:\d[\d,_]{0,40}\.?\d{0,40}(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|[iI]nf(?:inity)?)"
 
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
-#: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), srun -l (``3: ``), mpirun (``[1,3]<stdout>:``).
-_WHO = re.compile(r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}):(?= )) ?")
+#: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), mpirun (``[1,3]<stdout>:``), srun -l (``3: ``), and
+#: what people write: ``[rank1] ``, ``[Rank 1] ``, ``(rank=1/8) ``, ``rank 1: ``, ``RANK1 | ``, ``[1]: ``.
+_WHO = re.compile(
+    r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}):(?= )"
+    r"|[\[(<](?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:#-]{0,2}(\d{1,6})(?:/\d{1,6})?[\])>]:?(?=\s)"
+    r"|(?:[Rr]ank|RANK)[ _=#-]?(\d{1,6})(?:/\d{1,6})?(?::| [|>-])(?= )|\[(\d{1,6})\]:(?= )) ?"
+)
 _NUMBERED = re.compile(r"^(\d{1,9}): ", re.MULTILINE)
 #: What a cluster puts before all that: a container's runtime its time, stream and tag, kubectl a time or a pod, Ray an
 #: actor with its process.
@@ -31,7 +37,7 @@ _MOST_ACTORS = 10_000
 #: glog's and Python's own: ``[E1206 18:44:12.715298746 …``, ``[rank1]:[E626 06:24:44.9…``: month and day, no year.
 _SHORT_TIME = re.compile(r"(?:^|[\[\s:])[DIWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
 #: What names a rank of the whole job; other prefixes may count the processes of one machine.
-_GLOBAL = "[rank"
+_GLOBAL = ("[rank", "(rank", "<rank")
 _TWO_DAYS = 2 * 86_400
 _BYTES = {"B": 1, "BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -79,6 +85,7 @@ class Log:
         leader: the program whose lines report training steps; empty before the first.
         told: whether the line, or the file's name, says surely which rank of the job prints.
         anonymous: whether nothing at all says who prints: in the log of several ranks it may be any.
+        attempts: of the job, with the events of how they ended.
         modified: Unix seconds of the file's last modification: what tells the year where lines tell none.
     """
 
@@ -90,6 +97,7 @@ class Log:
         self.leader = ""
         self.numbered = False
         self.told = self.named = self.anonymous = False
+        self.attempts = Attempts(run)
         self.modified = 0.0
         self._day, self._midnight = ("", "", ""), 0
         self._stamp = ""
@@ -106,8 +114,14 @@ class Log:
         at = self.step if step is None else step
         self.run.event(kind, step=at, rank=self.rank if rank is None else rank, **fields)
 
+    def incident(self, kind: str, *, rank: int | None = None, step: int | None = None, **fields: Any) -> None:
+        """An event of how the job, or a rank, ended; it is past where training goes on after it."""
+        at = self.step if step is None else step
+        self.attempts.event(kind, self.rank if rank is None else rank, step=at, **fields)
+
     def reached(self, step: int, by: str) -> None:
         """A program logged a training step."""
+        self.attempts.reached(step)
         self.step = step
         self.leader = self.leader or by
 
@@ -154,8 +168,8 @@ class Log:
                 said = self._acted(wrapped[2], line) or said
         while (found := _WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
-                self.rank = int(found[1] or found[2] or found[3])
-                self.told, said = line.startswith(_GLOBAL), True
+                self.rank = int(next(filter(None, found.groups())))
+                self.told, said = line.startswith(_GLOBAL) or bool(found[5]), True
             line = line[found.end() :]
         self.anonymous = not said
         return line

@@ -18,7 +18,7 @@ SIGN = (
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _VALIDATION = re.compile(r"validation loss at (?:iteration\s+(\d+)|the end of training)([^|]*)\|(.*)")
 _TIMERS = re.compile(r"time \(ms\) \|(.*)")
-_MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \|(.*)")
+_MEMORY = re.compile(r"(?:\[Rank (\d+)\] )?\(after (\d+) iterations\) memory \(MB\) \|(.*)")
 #: What a key is called here, with the factor to the unit and the unit.
 _NAMES: dict[str, tuple[str, float, str]] = {
     "lm loss": ("loss", 1.0, ""),
@@ -101,7 +101,7 @@ class Lines(Stateless):
         return True
 
     def _memory(self, found: re.Match[str]) -> bool:
-        rank, step = count(found[1]), count(found[2])
+        rank, step = count(found[1]) if found[1] else self._log.rank, count(found[2])
         if rank is None or step is None:
             return False
         for field in found[3].split("|"):

@@ -6,6 +6,7 @@ A rank that leaves out more than others runs fewer steps: each line is an event,
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from .log import Log, count
@@ -28,8 +29,19 @@ _NOT_ONE = re.compile(
 _COUNTER = re.compile(r"(?<=s)\s*[:=]\s*\d+\s*(?:[,|]|$)")
 _IGNORED = re.compile(r"This instance will be ignored in loss calculation")
 _REASON = re.compile(r"(?:[:;—–-]|\(|\bbecause\b|\bdue to\b|\bsince\b|\bas\b)\s*(.{3,200})")
+#: Who left it out, where the line says so further in. The rank within a group, or of a node, is none of the job's.
+_BY_RANK = re.compile(r"(?<![a-z_-])(?:global[ _])?rank[ _=:#-]{0,2}(\d{1,6})\b", re.IGNORECASE)
 #: Events of one rank that are kept.
 _MOST = 1000
+
+
+@dataclass
+class _LeftOut:
+    """What one rank left out; ``told`` is false where nothing says which rank it was."""
+
+    reason: str
+    told: bool
+    number: int = 0
 
 
 class Lines:
@@ -40,8 +52,8 @@ class Lines:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._left_out: dict[int, int] = {}
-        self._reasons: dict[int, str] = {}
+        self._left_out: dict[tuple[int, bool], _LeftOut] = {}
+        self._attempt = 0
 
     def take(self, line: str) -> bool:
         """Use one line."""
@@ -50,20 +62,34 @@ class Lines:
             return False
         if found is not None and (_NOT_ONE.search(line) or _COUNTER.match(line, found.end())):
             return False
-        rank = self._log.rank
         number = count(found[1]) if found is not None and found[1] else 1
-        said = self._left_out.get(rank, 0)
-        self._left_out[rank] = min(said + (number or 0), 2**53)
         reason = _REASON.search(line, found.end()) if found is not None else None
         words = reason[1].strip(" ).") if reason else line.strip()[:200]
-        self._reasons.setdefault(rank, words)
-        if said < _MOST:
-            message = line.strip()[:500]
+        rank, told = self._who(line)
+        self._begun()
+        said = self._left_out.setdefault((rank, told), _LeftOut(words, told))
+        if said.number < _MOST:
             fields: dict[str, Any] = {"level": "info", "logger": "data", "samples_skipped": number}
-            self._log.event("log", t=self._log.time(line), message=message, **fields)
+            fields |= {"told": None if told else False, "message": line.strip()[:500]}
+            self._log.incident("log", rank=rank, t=self._log.time(line), **fields)
+        said.number = min(said.number + (number or 0), 2**53)
         return True
 
     def close(self) -> None:
-        """The log ends here."""
-        for rank, number in self._left_out.items():
-            self._log.run.record("ranks", {"samples_skipped": number, "skip_reason": self._reasons[rank]}, rank)
+        """The log ends here: in that of one rank nobody else can have left anything out."""
+        self._begun()
+        for (rank, told), said in self._left_out.items():
+            if told or not self._log.run.several:
+                self._log.run.record("ranks", {"samples_skipped": said.number, "skip_reason": said.reason}, rank)
+
+    def _who(self, line: str) -> tuple[int, bool]:
+        """The rank that left it out, and whether anything says so."""
+        if self._log.anonymous and (named := _BY_RANK.search(line)) is not None:
+            return int(named[1]), True
+        return self._log.rank, not self._log.anonymous
+
+    def _begun(self) -> None:
+        """Forget what an attempt left out that another one followed."""
+        if self._attempt != self._log.attempts.number:
+            self._attempt = self._log.attempts.number
+            self._left_out.clear()
