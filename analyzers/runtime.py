@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from .attempts import current_events, past_events
 from .finding import Evidence, Finding, Where
 from .memory.oom import is_device_failure, is_host_failure
 from .registry import NotCaptured, rule
-from .series import curve
+from .series import curve, segments
 
 if TYPE_CHECKING:
     from ..capsules import Capsule
@@ -105,7 +106,7 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     last = _last_step(capsule)
     errors = [
         each
-        for each in capsule.records("events")
+        for each in current_events(capsule)
         if each.get("kind") in ("exception", "oom") and (last is None or _step(each) is None or _step(each) >= last)
     ]
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
@@ -145,7 +146,7 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
     kind, message = str(error.get("type") or "an exception"), str(error.get("message") or "")
     lines = [
         str(each.get("message") or "")
-        for each in capsule.records("events")
+        for each in current_events(capsule)
         if each.get("kind") == "log" and each.get("logger") == "nccl"
     ]
     reached, last = _step(error), _last_step(capsule)
@@ -176,7 +177,7 @@ def _silent_end(capsule: Capsule, errors: list[dict[str, Any]]) -> Finding | Non
         for rank, end in exits.items()
         if end.get("kind") in ("exception", "signal") and rank not in said and not _STOPPED.search(_message(end))
     }
-    stopped = any(_CANCELLED.search(_message(each)) for each in capsule.records("events") if each.get("kind") == "log")
+    stopped = any(_CANCELLED.search(_message(each)) for each in current_events(capsule) if each.get("kind") == "log")
     if not own or stopped:
         return None
     earliest = min(map(_time, own.values()))
@@ -199,7 +200,7 @@ def _silent_end(capsule: Capsule, errors: list[dict[str, Any]]) -> Finding | Non
 
 def _last_words(capsule: Capsule, last: int | None) -> Finding | None:
     """A process that ends with a line of its runtime, and no exception."""
-    lines = [each for each in capsule.records("events") if each.get("kind") == "log"]
+    lines = [each for each in current_events(capsule) if each.get("kind") == "log"]
     if any(_CANCELLED.search(_message(each)) for each in lines):
         return None
     lines = [each for each in lines if last is None or _step(each) is None or _step(each) >= last]
@@ -209,7 +210,7 @@ def _last_words(capsule: Capsule, last: int | None) -> Finding | None:
 
 def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
     """A launcher that was told to end, by a person or a program, and workers that did not end when it told them."""
-    lines = [_message(each) for each in capsule.records("events") if each.get("kind") == "log"]
+    lines = [_message(each) for each in current_events(capsule) if each.get("kind") == "log"]
     told = next((found for line in lines if (found := _TOLD_TO_END.search(line)) is not None), None)
     if told is None or any(_CANCELLED.search(line) for line in lines):
         return None
@@ -251,7 +252,7 @@ def _lost(error: Mapping[str, Any]) -> bool:
 def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
     """All that the log holds is a rank whose peer was gone: what ended the peer is not in it."""
     exits = {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
-    stopped = any("Sending process" in _message(each) for each in capsule.records("events"))
+    stopped = any("Sending process" in _message(each) for each in current_events(capsule))
     rank, last = _rank(error), _last_step(capsule)
     words = _short(f"{error.get('type') or 'an exception'}: {_message(error)}", 440)
     alone = not stopped and rank in exits and len(exits) == 1
@@ -288,7 +289,7 @@ def _follows(error: Mapping[str, Any]) -> bool:
 
 def _of_two_sizes(capsule: Capsule) -> bool:
     """Whether calls of two sizes met, as distributed/collective-mismatch tells."""
-    return any(isinstance(each.get("received"), int) for each in capsule.records("events"))
+    return any(isinstance(each.get("received"), int) for each in current_events(capsule))
 
 
 def _place(error: Mapping[str, Any]) -> tuple[bool, int, float, float, int]:
@@ -303,13 +304,13 @@ def _message(said: Mapping[str, Any]) -> str:
 
 
 def _last_step(capsule: Capsule) -> int | None:
-    """The last training step that any rank reported."""
-    ends = [
-        int(found.step[-1])
-        for key in capsule.scalar_keys()
-        if key.name in ("loss", "grad_norm", "step_time") and key.side is None
-        if len(found := curve(capsule, key.name, key.rank))
-    ]
+    """The last training step that any rank reported; where attempts begin anew, in the last one."""
+    ends: list[int] = []
+    for key in capsule.scalar_keys():
+        if key.name in ("loss", "grad_norm", "step_time") and key.side is None:
+            stretches = segments(capsule, key.name, key.rank) if past_events(capsule) else ()
+            found = stretches[-1] if stretches else curve(capsule, key.name, key.rank)
+            ends += [int(found.step[-1])] if len(found) else []
     return max(ends, default=None)
 
 

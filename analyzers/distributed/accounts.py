@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..attempts import current_events
+
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
@@ -97,8 +99,8 @@ def accounts(capsule: Capsule) -> dict[int, Account]:
         of(rank).micro = Counter(step for step, _ in each)
     for rank, steps in _steps_of(capsule, micros).items():
         of(rank).first, of(rank).last = min(steps), max(steps)
-    for event in capsule.records("events"):
-        if event.get("kind") == "log":
+    for event in current_events(capsule):
+        if event.get("kind") == "log" and event.get("told") is not False:
             message = event.get("message")
             if message and len(message) < 2000 and _SKIP.search(message) and not _NO_SKIP.search(message):
                 of(event["rank"]).skips.append((event.get("step"), message))

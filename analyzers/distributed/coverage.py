@@ -36,7 +36,8 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
         has overwritten can neither accuse nor acquit.
 
     How it decides:
-        Lists the ranks of the default group, of any group and of the declared world of which nothing speaks. Info.
+        Lists the ranks of the default group, of any group and of the declared world of which nothing speaks; says so
+        where watchdogs gave up and nothing states how many ranks there are. Info.
 
     Looks like it but is not:
         A rank whose dump has no entries: that is evidence that it waits for nothing.
@@ -50,6 +51,8 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
     known = calls(capsule)
     expected = set(range(known.world)).union(*(group.ranks for group in known.groups))
     absent = sorted(expected - known.spoke)
+    if not absent and known.timeouts and not all(group.whole for group in known.groups):
+        yield _untold(known)
     if not known.spoke or not absent:
         return
     groups = [group for group in known.groups if set(group.ranks) & set(absent)]
@@ -69,6 +72,19 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
         cause="the dumps were not written, not collected, or the processes were killed",
         next=(f"look for the dumps and the exit status of {named_ranks(absent)}",),
         fix=("write the dumps of all ranks to storage that outlives the node",),
+    )
+
+
+def _untold(known: Calls) -> Finding:
+    """Nothing states which ranks there are."""
+    return Finding(
+        title="How many ranks the job has is not on record",
+        summary=f"Watchdogs of {named_ranks(known.spoke)} gave up, and nothing here says how many ranks there are: one "
+        "of which there is no word at all is neither guilty nor cleared.",
+        confidence="confirmed",
+        evidence=(Evidence(name="ranks_with_evidence", value=len(known.spoke), note="of an unknown number"),),
+        cause="no line states the number of ranks, and no dump lists the members of the group",
+        next=("log the number of ranks at the start, or write flight-recorder dumps: they list the members",),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from ..attempts import current_events
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..runtime import GONE, SECONDARY
@@ -154,7 +155,7 @@ def _deaths(capsule: Capsule, gave_up: set[int], gone: set[int]) -> list[Death]:
         elif known.t is None and moment is not None:
             found[rank] = replace(known, t=moment, step=known.step if known.step is not None else death.step)
 
-    for event in capsule.records("events"):
+    for event in current_events(capsule):
         kind, rank, step = event.get("kind"), event["rank"], event.get("step")
         message = str(event.get("message") or "")
         if event.get("told") is False:
@@ -183,7 +184,7 @@ def _deaths(capsule: Capsule, gave_up: set[int], gone: set[int]) -> list[Death]:
 def _answered(capsule: Capsule) -> set[int]:
     """Ranks all of whose exceptions say that another one is gone or did not come."""
     said: dict[int, bool] = {}
-    for each in capsule.records("events"):
+    for each in current_events(capsule):
         if each.get("kind") == "exception" and each.get("told") is not False:
             follows = GAVE_UP.search(f"{each.get('type')}: {each.get('message')}") is not None
             said[each["rank"]] = said.get(each["rank"], True) and follows
@@ -205,7 +206,7 @@ def _silently(capsule: Capsule) -> tuple[int, str] | None:
 def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any]], died: set[int]) -> dict[int, str]:
     """Ranks that wait for a dead one, gave up, or lost a connection, with how that shows."""
     affected: dict[int, str] = {}
-    for event in capsule.records("events"):
+    for event in current_events(capsule):
         if event.get("kind") == "exception" and GAVE_UP.search(f"{event.get('type')}: {event.get('message')}"):
             affected[event["rank"]] = "raised for a peer that was gone or a call that did not end"
     for rank, end in exits.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotJudged, rule
@@ -15,6 +15,8 @@ from .words import at_site, call_words, last_step, named_ranks
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
+
+_UNTOLD = "how many ranks the job has is not on record"
 
 
 @rule(
@@ -47,7 +49,9 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         such a rank is the fault and not health. The first call that it lacks is named, collectives before sends; where
         call sites tell that it skipped one earlier among equal calls, that one. Undetermined where as many ranks lack
         the call as made it (two ranks), and where only ranks without evidence are left.
-        A watchdog of a single rank, where nothing tells of others, leaves it undetermined, too.
+        A watchdog of a single rank, where nothing tells of others, leaves it undetermined, too, and so do watchdogs of
+        some ranks in one call where nothing states how many ranks there are. Time-outs after which training went on are
+        a remark; words in a log that a dump of the same rank contradicts are of another life of the job and left out.
         Each rank is held by its oldest call alone, also by ranks that are in it behind an older one. Where most ranks
         wait in a call that all are in, nobody is missing.
         Dumps of some ranks alone, in which ranks wait for others without a dump, are left undetermined: silence would
@@ -70,13 +74,16 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         under a condition.
     """
     found = diagnosis(capsule)
-    for each in found.missing[:4]:
+    alone = _of_one_rank(found)
+    for each in () if alone else found.missing[:4]:
         yield _finding(capsule, found, each) if each.ranks else _silent(capsule, found, each)
-    if found.missing:
+    if found.missing and not alone:
         return
     yield from _of_barrier(capsule, found)
-    if found.calls.world == 1 and not found.all_inside:
+    if alone:
         yield from _alone(capsule, found)
+    elif found.calls.past and not found.calls.timeouts:
+        yield _past(found.calls.past)
     if found.all_inside is not None:
         yield _inside(capsule, found, found.all_inside)
     elif (wait := _unseen(found)) is not None and not of_a_moment(capsule, found.calls, found.state):
@@ -171,9 +178,10 @@ def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     call = _words(found, wait, wait.row)
     who, site = named_ranks(wait.silent), at_site(found.calls, wait.row, direct=wait.direct)
     waiting = f"{named_ranks(wait.waiting).capitalize()} {'waits' if len(wait.waiting) == 1 else 'wait'}"
+    more = "" if found.calls.groups[wait.group].whole else f", or a rank that left no trace at all: {_UNTOLD}"
     return Finding(
         title=f"Every rank with evidence waits in {call}",
-        summary=f"{waiting} in {call}{site}; only {who} can be missing, of which there is no evidence.",
+        summary=f"{waiting} in {call}{site}; only {who} can be missing, of which there is no evidence{more}.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), order=wait.seq),
         evidence=(
@@ -215,6 +223,33 @@ def _incomplete(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
             Evidence(name="oldest call", value=_brief(call), note=str(calls.groups[wait.group])),
         ),
         next=(f"get the dumps of {who} and analyze all dumps together",),
+    )
+
+
+def _of_one_rank(found: Diagnosis) -> bool:
+    """Whether all evidence is the words of one rank's watchdog, and nothing tells which other ranks there are."""
+    one = len(found.calls.spoke) == 1 and not found.calls.dumped and not found.all_inside
+    return one and not any(group.whole and len(group.ranks) > 1 for group in found.calls.groups)
+
+
+def _past(timeouts: tuple[dict[str, Any], ...]) -> Finding:
+    """Time-outs of an earlier attempt, after which training went on."""
+    step = max((each["step"] for each in timeouts if type(each.get("step")) is int), default=None)
+    last = [each for each in timeouts if each.get("step") == step]
+    ranks = sorted({each["rank"] for each in last})
+    op, seq = last[0].get("op"), last[0].get("seq")
+    call = f"{op or 'a collective'}{f' {seq:,}' if type(seq) is int else ''}"
+    who = named_ranks(ranks).capitalize()
+    at = "" if step is None else f" after step {step:,}"
+    return Finding(
+        title="An earlier attempt hung, and training went on after it",
+        summary=f"{who} waited in {call} until the watchdog gave up{at}. Training went on in another attempt.",
+        severity="info",
+        kind="hygiene",
+        confidence="undetermined",
+        where=Where(step=step, order=seq if type(seq) is int else None),
+        evidence=(Evidence(name="waiting_ranks", value=ranks, note=call),),
+        next=("the flight-recorder dumps of that attempt tell who was missing, should it come again",),
     )
 
 
@@ -268,9 +303,11 @@ def _of_barrier(capsule: Capsule, found: Diagnosis) -> Iterator[Finding]:
 
 
 def _inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
-    """No rank is missing: the call itself does not end."""
+    """No rank is missing: the call itself does not end. Where the ranks are not on record, one may be all the same."""
     call = call_words(found.calls, wait.row)
     reason = found.still.reason if found.still is not None else ""
+    if not found.calls.groups[wait.group].whole:
+        return _all_that_spoke(capsule, found, wait, call, reason)
     return Finding(
         title=f"All ranks are in {call} and it does not end",
         summary=f"All ranks entered {call}{at_site(found.calls, wait.row)} with equal arguments, none left it, and "
@@ -284,5 +321,26 @@ def _inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
         next=(
             "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log, link errors (nvidia-smi nvlink -e, ibstat)",
             "run nccl-tests over the same ranks",
+        ),
+    )
+
+
+def _all_that_spoke(capsule: Capsule, found: Diagnosis, wait: Wait, call: str, reason: str) -> Finding:
+    """All ranks of which there is evidence are in one call; how many there are is not on record."""
+    who = named_ranks(wait.waiting)
+    return Finding(
+        title=f"{who.capitalize()} are in {call} and it does not end",
+        summary=f"{who.capitalize()} entered {call}{at_site(found.calls, wait.row)}, none left it, and {reason}. "
+        f"{_UNTOLD.capitalize()}: a rank that printed nothing may be missing; if there is none, network, device or "
+        "driver are left.",
+        confidence="undetermined",
+        where=Where(step=last_step(capsule), order=wait.seq),
+        evidence=(
+            Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {_brief(call)}"),
+            Evidence(name="standstill", value=reason),
+        ),
+        next=(
+            "see how many ranks the job has, and look at the log, the dump and the exit of those that are not named",
+            "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log, link errors (nvidia-smi nvlink -e, ibstat)",
         ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..attempts import current_events
 from ..finding import Evidence, Finding, Where
 from .words import last_step, named_ranks
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 def size_events(capsule: Capsule) -> list[dict[str, Any]]:
     """The events by which a rank says that more bytes came than its call awaits."""
-    events = [each for each in capsule.records("events") if each.get("kind") == "collective_mismatch"]
+    events = [each for each in current_events(capsule) if each.get("kind") == "collective_mismatch"]
     return [each for each in events if type(each.get("received")) is int and type(each.get("awaited")) is int]
 
 

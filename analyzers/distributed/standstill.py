@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ..attempts import current_events
 from ..runtime import GAVE_UP
 from . import thresholds as T
 from .collectives import Calls
@@ -131,7 +132,7 @@ def _lost(capsule: Capsule, exits: dict[int, dict[str, Any]]) -> set[int]:
     ]
     said += [
         (each["rank"], f"{each.get('type')}: {each.get('message')}")
-        for each in capsule.records("events")
+        for each in current_events(capsule)
         if each.get("kind") == "exception"
     ]
     return {rank for rank, words in said if GAVE_UP.search(words) is not None}

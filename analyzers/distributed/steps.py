@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..attempts import current_events
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotCaptured, rule
 from . import thresholds as T
@@ -41,7 +42,8 @@ def uneven_steps(capsule: Capsule) -> Iterator[Finding]:
         Confirmed: a rank ended well, or went on, with fewer steps or micro-batches than others that then waited.
         Likely: counts that are two or more steps apart, or a rank that left out more samples than the others and is
         behind in its collectives. Undetermined: samples left out by one rank beside a hang, without counts that say
-        whether it got behind; different counts although nobody waited. The odd ranks are those off the most common
+        whether it got behind, or by one that the log does not name; different counts although nobody waited. The odd
+        ranks are those off the most common
         count; of two ranks, the one with less.
 
     Looks like it but is not:
@@ -59,7 +61,8 @@ def uneven_steps(capsule: Capsule) -> Iterator[Finding]:
     """
     books = accounts(capsule)
     counted = {rank: each for rank, each in books.items() if _count(each) or each.left_out or each.micro}
-    if len(counted) < 2 and not any(each.left_out for each in counted.values()):
+    untold = any(each.get("samples_skipped") for each in capsule.records("events"))
+    if len(counted) < 2 and not untold and not any(each.left_out for each in counted.values()):
         raise NotCaptured("steps, micro-batches or skipped samples of at least two ranks")
     if joined(capsule):
         return
@@ -67,16 +70,34 @@ def uneven_steps(capsule: Capsule) -> Iterator[Finding]:
     imported = capsule.manifest.trigger is not None and capsule.manifest.trigger.kind == "imported"
     missing = frozenset(rank for each in diagnosis(capsule).missing for rank in each.ranks)
     found = _by_micro_batches(books, waited) or _by_steps(books, waited, imported) or _by_skips(books, waited, missing)
+    found = found or _by_somebody(capsule, waited)
     if found is not None:
         yield found
+
+
+def _by_somebody(capsule: Capsule, waited: frozenset[int]) -> Finding | None:
+    """Samples that a rank left out whose log does not say which it is, beside ranks that wait."""
+    skips = [each for each in current_events(capsule) if each.get("told") is False and each.get("samples_skipped")]
+    if not skips or not waited:
+        return None
+    words = " ".join(str(skips[0].get("message") or "").split())[:120]
+    return Finding(
+        severity="warning",
+        confidence="undetermined",
+        title="A rank left out samples, and the log does not say which",
+        summary=f"Samples were left out (“{words}”) by a rank that the log does not name, and "
+        f"{named_ranks(sorted(waited))} waited: a rank that leaves out a batch makes fewer calls than the others.",
+        where=Where(step=skips[0].get("step")),
+        evidence=(Evidence(name="samples left out", value=len(skips), expected=0, note=words),),
+        next=("print the rank before each line (torchrun does with --tee 3), and count the batches of each rank",),
+        fix=_FIX,
+    )
 
 
 def _waited(capsule: Capsule, books: Mapping[int, Account]) -> frozenset[int]:
     """Ranks that were left waiting for others."""
     found = {rank for rank, each in books.items() if each.waited or (each.pending and each.ended != "ok")}
-    for event in capsule.records("events"):
-        if event.get("kind") == "collective_timeout":
-            found.add(event["rank"])
+    found |= {each["rank"] for each in diagnosis(capsule).calls.timeouts}
     trigger = capsule.trigger
     if not found and trigger is not None and trigger.kind == "hang":
         found = {rank for rank, each in books.items() if each.ended is None}

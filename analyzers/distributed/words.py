@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..attempts import current_events, past_events
 from . import thresholds as T
 from .collectives import Calls
 from .signatures import family
@@ -54,10 +55,17 @@ def at_site(calls: Calls, row: int, *, direct: bool = False) -> str:
 
 
 def last_step(capsule: Capsule, record: dict[str, Any] | None = None) -> int | None:
-    """The step of a record; else the last one on record, since a job that hangs does so at its end."""
+    """The step of a record; else the last one on record, since a job that hangs does so at its end.
+
+    Where attempts follow one another and steps begin anew, it is that of the last one's end.
+    """
     step = record.get("step") if record else None
     if type(step) is int:
         return step
+    if past_events(capsule):
+        ends = [each["step"] for each in current_events(capsule) if _an_end(each) and type(each.get("step")) is int]
+        if ends:
+            return max(ends)
     trigger = capsule.trigger
     if trigger is not None and trigger.step is not None:
         return trigger.step
@@ -65,3 +73,7 @@ def last_step(capsule: Capsule, record: dict[str, Any] | None = None) -> int | N
     told = [each["step"] for each in capsule.records("events") if type(each.get("step")) is int]
     known = [*steps, *told, *([capsule.last_step] if capsule.last_step is not None else [])]
     return max(known, default=None)
+
+
+def _an_end(event: dict[str, Any]) -> bool:
+    return event.get("kind") in ("collective_timeout", "exception", "oom")
