@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
+
+# One thread a process, here and in every process that a test starts: two processes of two threads each wait for one
+# another on two cores, spinning, and small models take five times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Tests that drive a screen and real worker processes side by side. On an overloaded machine an answer may come between
 #: two looks of a test; such a test is run again, and the run says so (R).
