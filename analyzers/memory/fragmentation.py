@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from ...capsules.allocator import ALLOC, OOM, SEGMENT_MAP
 from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import rule
 from ..series import Curve
-from .allocator import histories, own_frame
+from .allocator import history_of, own_frame
 from .capacity import failure_evidence, failure_words
 from .lengths import growing_lengths, grows
 from .oom import Failure, Verdict, gib, told_by
@@ -82,11 +82,10 @@ class _Unused:
 
 
 def _finding(capsule: Capsule, told: Sequence[tuple[Failure, Verdict]]) -> Finding:
-    traced = histories(capsule)
     # A log and a snapshot tell of one failure: the one that can be looked at comes first.
-    told = sorted(told, key=lambda each: _seen(traced, each[0]) is None)
+    told = sorted(told, key=lambda each: _seen(capsule, each[0])[1] is None)
     failure, verdict = told[0]
-    history, at = traced.get(failure.rank or 0), _seen(traced, failure)
+    history, at = _seen(capsule, failure)
     unused = None if history is None or at is None else _look(history, at)
     requested = failure.requested or 0
     lengths = growing_lengths(capsule, failure.rank)
@@ -137,9 +136,10 @@ def _finding(capsule: Capsule, told: Sequence[tuple[Failure, Verdict]]) -> Findi
     )
 
 
-def _seen(traced: Mapping[int, History], failure: Failure) -> int | None:
-    history = traced.get(failure.rank or 0)
-    return None if history is None else _place(history, failure)
+def _seen(capsule: Capsule, failure: Failure) -> tuple[History | None, int | None]:
+    """The history that a failure belongs to, and its event there."""
+    history = history_of(capsule, failure.rank, failure.device)
+    return history, None if history is None else _place(history, failure)
 
 
 def _place(history: History, failure: Failure) -> int | None:

@@ -12,9 +12,12 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, rule
 from ..series import Curve, align, curve, segments, theil_sen
-from .allocator import Growth, growth, histories, long_enough, own_frame
+from .allocator import histories, located, of_devices
+from .growth import Growth, growth, growth_evidence, growth_words, long_enough, too_short
 from .lengths import length_curves, rank_correlation
+from .names import is_value
 from .oom import failures, gib
+from .standing import Standing, open_question, standing
 from .thresholds import (
     CURVE_BYTES,
     CURVE_CLEARED,
@@ -41,22 +44,24 @@ _MOST_NAMED = 3
     stage="runtime",
     severity="warning",
     needs=("tensors.allocator/action|files.snapshot|scalars.memory_allocated",),
-    explained_by=("memory/logged-tensors",),
+    explained_by=("memory/eval-graph", "memory/logged-tensors"),
     cases=("out-of-memory-after-hours",),
 )
 def leak(capsule: Capsule) -> Iterator[Finding]:
     """Live memory rises with every step and is not given back.
 
     What it checks:
-        The trace of an allocator snapshot: stacks whose blocks become more with each step, up to the failure or the
-        end. Without one, the curve of allocated bytes that a log holds.
+        The trace of an allocator snapshot: stacks and lines whose blocks become more with each step, or with each
+        n-th one, up to the failure or the end. Without one, the curve of allocated bytes that a log holds.
     Why it matters:
         Such a job dies after hours, at a line that has nothing to do with it, and a larger device only postpones that.
     How it decides:
         Trace: a stack gets new blocks in at least 8 steps, evenly, to the end, and gives fewer than a fifth of them
-        back; 3 steps will do where 48 blocks from before the trace stand for the others. Steps are known by the
-        optimizer's stacks or the calls of backward (likely); where only the trace's rhythm shows them it is
-        undetermined, unless the stack is no part of a forward pass and holds 32 blocks. Below 4 KiB a step it is info.
+        back; 3 steps will do where 48 blocks from before the trace stand for the others. Stacks of one line of the
+        program are counted together. Steps are known by the optimizer's stacks or the calls of backward (likely).
+        Undetermined: only the trace's rhythm shows the steps, unless the stack is no part of a forward pass and holds
+        32 blocks; the blocks are states, weights, a store by its name, or of a private pool; they come in bouts, 6 to 7
+        equal ones of 32 MiB in all at equal distances. Below 4 KiB a step it is info.
         Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
         more than a quarter of it; it may fall back at the ends of epochs (likely; a remark where it fell back three
         times and no allocation failed).
@@ -74,55 +79,50 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
     traced = histories(capsule)
     found = {rank: grown for rank, history in traced.items() if (grown := growth(history))}
     for rank, grown in found.items():
-        yield _from_trace(traced[rank], rank, grown, tuple(found))
+        yield _from_trace(capsule, traced[rank], rank, grown, len(found))
         return  # ranks of one job leak alike; the first one speaks for them
-    curves = rising(capsule)
+    curves, blocks = rising(capsule), standing(capsule)
+    if blocks is not None and is_value(blocks.history, blocks.stack):
+        blocks = None  # memory/logged-tensors speaks of them
     if curves:
-        yield _from_curve(capsule, curves)
+        yield _from_curve(capsule, curves, blocks)
+    elif blocks is not None:
+        yield open_question(capsule, blocks)
     elif not any(map(long_enough, traced.values())) and not _curves(capsule):
-        raise NotCaptured(f"a trace that tells of all allocations over {GROWTH_STEPS} steps, or a curve of them")
+        raise NotCaptured(f"{too_short(traced)}, or a curve of them")
 
 
-def _from_trace(history: History, rank: int, grown: tuple[Growth, ...], ranks: tuple[int, ...]) -> Finding:
+def _from_trace(capsule: Capsule, history: History, rank: int, grown: tuple[Growth, ...], others: int) -> Finding:
     most = grown[0]
     sure = any(each.sure for each in grown)
-    total = sum(each.size for each in grown)
-    stacks = f"{len(grown)} stacks" if len(grown) > 1 else "one stack"
-    words = (
-        f"{sum(each.count for each in grown):,} live blocks ({gib(total)}) of {stacks} came step after step "
-        f"and were not given back; most from {own_frame(history, most.stack)}: {most.count:,} of {gib(most.typical)}."
-    )
+    words = f"{growth_words(history, most)}, and none is given back."
+    if len(grown) > 1:
+        words = (
+            f"{sum(each.count for each in grown):,} live blocks ({gib(sum(each.size for each in grown))}) of "
+            f"{len(grown)} lines came step after step and were not given back. Most: {growth_words(history, most)}."
+        )
     tiny = sum(each.pace for each in grown) <= TINY_A_STEP
     return Finding(
         severity="info" if tiny else None,
         confidence="likely" if sure else "undetermined",
-        title="Memory leaks step after step" if sure else "Blocks of one stack become more and more",
-        summary=words
-        + (f" {len(ranks)} ranks do the same." if len(ranks) > 1 else "")
-        + (" So little a step fills no device." if tiny else ""),
-        where=Where(rank=rank),
+        title="Memory leaks step after step" if sure else "Blocks of one line become more and more",
+        summary=words + of_devices(capsule, history, others) + (" So little a step fills no device." if tiny else ""),
+        where=located(capsule, rank),
         evidence=tuple(line for each in grown[:_MOST_NAMED] for line in growth_evidence(history, each)),
         cause="what these lines make is kept beyond the step" if sure else None,
         next=(
             "look at the named line: what holds its result after the step?",
-            *(() if sure else ("record a trace of some twenty steps that begins before a step does",)),
+            *(() if sure else (_longer(most),)),
         ),
         fix=("detach, take .item() or clear what is kept; hold no outputs, losses or exceptions beyond a step",),
     )
 
 
-def growth_evidence(history: History, each: Growth) -> Iterator[Evidence]:
-    """What one growing stack shows: blocks, bytes, the pace, and its frames."""
-    place = own_frame(history, each.stack)
-    yield Evidence(name="live blocks", value=each.count, expected=f"< {GROWTH_STEPS}", note=place)
-    yield Evidence(name="bytes of them", value=each.size, expected=0, unit="B", note=f"usually {each.typical:,} B each")
-    note = f"in {each.steps:,} steps, by {each.known_by}"
-    yield Evidence(name="blocks a step", value=round(each.a_step, 3), expected=0, note=note)
-    frames = [
-        f"{name} {file}:{line}" if line else f"{name} {file}" for name, file, line in history.stacks.of(each.stack)
-    ]
-    if frames:
-        yield Evidence(name="stack", value=" < ".join(frames[:6]))
+def _longer(each: Growth) -> str:
+    """What to record, where growth may still be something else."""
+    if each.every > 1:
+        return f"record a trace of some {GROWTH_STEPS * 2 * each.every:,} steps: does it go on?"
+    return "record a trace of some twenty steps that begins before a step does"
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _follows_lengths(capsule: Capsule, part: Curve, rank: int) -> bool:
     return False
 
 
-def _from_curve(capsule: Capsule, rises: list[Rise]) -> Finding:
+def _from_curve(capsule: Capsule, rises: list[Rise], blocks: Standing | None) -> Finding:
     first = rises[0]
     capacity = max((each.capacity for each in failures(capsule) if each.capacity is not None), default=None)
     words = (
@@ -221,6 +221,10 @@ def _from_curve(capsule: Capsule, rises: list[Rise]) -> Finding:
         words += (
             f" It fell back at step {', '.join(f'{each:,}' for each in first.resets[:4])}, as at the end of an epoch."
         )
+    if blocks is not None and blocks.is_pace_of(first.slope):
+        words += f" {blocks.words}"
+    else:
+        blocks = None
     # What was given back so often, and filled no device, is a list that is cleared in time.
     bounded = len(first.resets) >= CURVE_CLEARED and not failures(capsule)
     ranks = {each.rank for each in rises}
@@ -238,6 +242,7 @@ def _from_curve(capsule: Capsule, rises: list[Rise]) -> Finding:
                 name="falls back", value=len(first.resets), note=", ".join(f"{each:,}" for each in first.resets[:8])
             ),
             *full,
+            *(() if blocks is None else blocks.evidence),
         ),
         cause="something made in a step is kept beyond it"
         + (", until the epoch ends: a list of losses or outputs" if first.resets else ""),

@@ -10,7 +10,7 @@ from ..finding import Evidence, Finding, Where
 from ..reference.memory_model import Estimate, estimate
 from ..registry import rule
 from ..series import curve
-from .allocator import place
+from .allocator import of_one_process, place
 from .configuration import Plan, plan
 from .oom import failures
 from .records import capacities, gib, mappings, positive, whole
@@ -90,11 +90,13 @@ def ledger(capsule: Capsule) -> Iterator[Finding]:
         if measured.peak is None
         else measured.peak - sum(size for name, size in known.items() if name != "fragmentation")
     )
+    devices = of_one_process(capsule)  # their numbers are no ranks
     yield Finding(
         confidence="confirmed" if _parted(measured) else "likely" if estimates else "undetermined",
         title=_title(measured, estimates),
-        summary=_summary(measured, known, unexplained, estimates, planned),
-        where=Where(step=measured.step, rank=measured.rank),
+        summary=_summary(measured, known, unexplained, estimates, planned)
+        + (f" That is device {measured.rank}." if devices else ""),
+        where=Where(step=measured.step, rank=None if devices else measured.rank),
         evidence=(
             *_rows(measured, estimates),
             *_total_rows(measured, total, unexplained, estimates),

@@ -20,6 +20,10 @@ MOSTLY_OUTSIDE = 0.5
 # Growth. Steps over which something grows before it is no warm-up, and blocks of one stack where the steps are only
 # guessed from the trace. Fewer steps will do where so many blocks from before the trace stand for the others.
 GROWTH_STEPS, GUESSED_BLOCKS, FEW_STEPS, EARLIER_BLOCKS = 8, 32, 3, 48
+#: Events behind the last step of training, as a multiple of the longest step, from which they are another phase.
+STEPS_BEYOND = 3
+#: Growth in bouts: how many, the bytes of all, and the multiple of the usual one by which a gap or a bout may differ.
+RARE_TIMES, RARE_BYTES, RARE_GAP = 6, 32 << 20, 1.5
 #: Gap between two steps of growth, as a multiple of the usual one, beyond which it comes in bouts or has ended.
 GROWTH_GAP = 3
 #: Births in the later half beside the earlier half, below which a cache fills up.
@@ -29,6 +33,8 @@ STILL_GROWING = 0.5
 NET_GROWTH = 0.8
 #: A logged tensor: bytes of one block, blocks a step, and the share of them that are of one size.
 LOGGED_BYTES, LOGGED_A_STEP, LOGGED_ALIKE = 16 << 20, 4, 0.8
+#: Lines of the forward pass that stay with a value, from which they are its graph; bytes of a block that is a scalar.
+GRAPH_LINES, SCALAR_BYTES = 2, 512
 #: Bytes a step that no job notices: 0.4 GiB in a hundred thousand steps.
 TINY_A_STEP = 4 << 10
 #: Blocks of one size and stack that are more than most models have layers.

@@ -12,7 +12,7 @@ from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule, CapsuleWriter
 
-from benchmarks.caching_allocator import GIB, KIB, MIB, CachingAllocator, OutOfMemory, largest_free, stack
+from benchmarks.caching_allocator import GIB, KIB, MIB, CachingAllocator, OutOfMemory, devices, largest_free, stack
 from benchmarks.training_memory import ENOUGH, EXTRA_LOSS, LOOP, WEIGHTS, Job, layer, numbered
 from tests.analyzers.conftest import rule_named
 from tests.analyzers.snapshots import imported, save
@@ -170,8 +170,166 @@ class TestALoggedLossThatIsKept:
         assert says(LOGGED, capsule) == says(LEAK, capsule) == []
 
 
+class TestWhatAValueKeepsAndWhatOnlyGrows:
+    """memory/logged-tensors speaks of a value, and of its graph where that is seen; memory/leak of any line."""
+
+    LOSS = stack("mse_loss /site-packages/torch/nn/functional.py:3900", "step /home/me/train.py:88", *LOOP)
+    KEEP = stack("remember /home/me/train.py:77", *LOOP)
+
+    def job(self, steps: int, also: Callable[[CachingAllocator, int], Any], **device: Any) -> CachingAllocator:
+        a = CachingAllocator(40 * GIB, **device)
+        job = Job(a)
+        for number in range(steps):
+            job.step(also=lambda at=number: also(a, at))
+        return a
+
+    def test_a_loss_with_what_its_forward_pass_computed_is_kept_with_its_graph(self, tmp_path: Path):
+        def keep(a: CachingAllocator, at: int) -> None:
+            for line in (90, 91, 92):
+                a.malloc(6 * MIB, layer(line))
+            a.malloc(4, self.LOSS)
+
+        [finding] = says(LOGGED, imported(tmp_path, self.job(20, keep)))
+        assert (finding.severity, finding.confidence) == ("warning", "likely")
+        assert "its graph is kept" in finding.summary
+        assert "360.00 MiB of 3 lines" in finding.summary  # 20 steps of 3 × 6 MiB
+        assert "with its graph" in str(finding.cause)
+        assert "train.py:88" in finding.summary
+
+    def test_a_line_without_the_name_of_a_value_is_its_value_where_the_graph_stays_with_it(self, tmp_path: Path):
+        def keep(a: CachingAllocator, at: int) -> None:
+            for line in (90, 91):
+                a.malloc(20 * MIB, layer(line))
+            a.malloc(2 * MIB, self.KEEP)
+
+        [finding] = says(LOGGED, imported(tmp_path, self.job(20, keep)))
+        assert "train.py:77" in finding.summary
+        assert "its graph is kept" in finding.summary
+
+    def test_a_loss_of_which_all_else_is_given_back_is_kept_and_nothing_is_said_of_a_graph(self, tmp_path: Path):
+        capsule = imported(tmp_path, self.job(20, lambda a, at: a.malloc(2 * MIB, self.LOSS)))
+        [finding] = says(LOGGED, capsule)
+        assert "train.py:88" in finding.summary
+        assert "graph" not in f"{finding.summary} {finding.cause}"
+
+    def test_a_scalar_is_a_value_whatever_its_line_is_called(self, tmp_path: Path):
+        [finding] = says(LOGGED, imported(tmp_path, self.job(20, lambda a, at: a.malloc(4, self.KEEP))))
+        assert finding.severity == "info"
+
+    @pytest.mark.parametrize("size", [2 * MIB, 10 * MIB])
+    def test_growth_of_another_line_is_a_leak_and_no_logged_value(self, tmp_path: Path, size: int):
+        capsule = imported(tmp_path, self.job(20, lambda a, at: a.malloc(size, self.KEEP)))
+        assert says(LOGGED, capsule) == []
+        [finding] = says(LEAK, capsule)
+        assert finding.confidence == "likely"
+        assert "train.py:77: 1 a step over 20 steps" in finding.summary
+
+    def test_a_hook_of_every_layer_is_counted_with_all_its_stacks(self, tmp_path: Path):
+        hooks = [
+            stack("hook /home/me/probe.py:18", f"forward /home/me/model.py:{line}", *LOOP) for line in range(40, 46)
+        ]
+        capsule = imported(tmp_path, self.job(30, lambda a, at: [a.malloc(3 * MIB // 2, each) for each in hooks]))
+        assert says(LOGGED, capsule) == []
+        [finding] = says(LEAK, capsule)
+        assert "180 live blocks" in finding.summary  # 30 steps of 6
+        assert "probe.py:18: 6 a step over 30 steps" in finding.summary
+        assert value(finding, "live blocks") == 180
+
+    def test_a_line_that_grows_through_another_stack_each_time_is_found(self, tmp_path: Path):
+        """Of 12 layers one is looked at in each step: no one stack has more than 5 blocks."""
+        probes = [stack("probe /home/me/probe.py:9", f"forward /home/me/model.py:{n}", *LOOP) for n in range(12)]
+        capsule = imported(tmp_path, self.job(60, lambda a, at: a.malloc(2 * MIB, probes[at * 7 % 12])))
+        [finding] = says(LEAK, capsule)
+        assert "probe.py:9: 1 a step over 60 steps" in finding.summary
+        windowed: deque[int] = deque()
+
+        def window(a: CachingAllocator, at: int) -> None:
+            windowed.append(a.malloc(2 * MIB, probes[at * 7 % 12]))
+            if len(windowed) > 12:
+                a.free(windowed.popleft())
+
+        assert says(LEAK, imported(tmp_path, self.job(60, window), name="window.pickle")) == []
+
+    def test_copies_of_each_checkpoint_are_a_leak_with_their_rate(self, tmp_path: Path):
+        copy = stack("gather_full_state_dict /home/me/ckpt.py:14", *LOOP)
+
+        def keep(a: CachingAllocator, at: int) -> Any:
+            return at % 10 == 9 and [a.malloc(8 * MIB, copy) for _ in range(3)]
+
+        capsule = imported(tmp_path, self.job(200, keep))
+        assert says(LOGGED, capsule) == []
+        [finding] = says(LEAK, capsule)
+        assert finding.confidence == "likely"
+        assert "ckpt.py:14: 3 every 10 steps, 20 times in 200 steps" in finding.summary
+        assert value(finding, "blocks a step") == 0.3
+
+    def test_six_equal_bouts_leave_it_open_and_fewer_or_ever_rarer_ones_are_quiet(self, tmp_path: Path):
+        copy = stack("gather_full_state_dict /home/me/ckpt.py:14", *LOOP)
+
+        def job(steps: int, at: set[int]) -> CachingAllocator:
+            return self.job(steps, lambda a, step: step in at and [a.malloc(8 * MIB, copy) for _ in range(6)])
+
+        [finding] = says(LEAK, imported(tmp_path, job(60, set(range(9, 60, 10))), name="bouts.pickle"))
+        assert finding.confidence == "undetermined"
+        assert "6 every 10 steps, 6 times in 60 steps" in finding.summary
+        for name, steps, times in (
+            ("five", 50, set(range(9, 50, 10))),
+            ("rarer", 70, {1, 2, 4, 8, 16, 32, 64}),
+            ("ended", 90, set(range(9, 60, 10))),
+        ):
+            assert says(LEAK, imported(tmp_path, job(steps, times), name=f"{name}.pickle")) == []
+
+    @pytest.mark.parametrize(
+        "line", ["_init_group /site-packages/torch/optim/adamw.py:100", "update /home/me/kv_cache.py:5"]
+    )
+    def test_states_and_caches_that_are_made_step_after_step_leave_it_open(self, tmp_path: Path, line: str):
+        made = stack(line, *LOOP)
+        [finding] = says(LEAK, imported(tmp_path, self.job(20, lambda a, at: a.malloc(2 * MIB, made))))
+        assert finding.confidence == "undetermined"
+
+    def test_blocks_of_a_private_pool_leave_it_open(self, tmp_path: Path):
+        a = self.job(20, lambda a, at: a.malloc(30 * MIB, self.KEEP))
+        snapshot = a.snapshot()
+        for event in snapshot["device_traces"][0]:
+            event["pool_id"] = (0, 1) if event["frames"] == self.KEEP else (0, 0)
+        [finding] = says(LEAK, imported(tmp_path, snapshot))
+        assert finding.confidence == "undetermined"
+
+    @pytest.mark.parametrize(("steps", "said"), [(1.7, 2), (4.7, 5)])
+    def test_a_trace_of_so_few_steps_says_so_and_how_many_it_holds(self, tmp_path: Path, steps: float, said: int):
+        """40 blocks are live, and each step of the trace makes one more: too few to tell; quiet would say healthy."""
+        a = self.job(40, lambda a, at: a.malloc(2 * MIB, self.KEEP))
+        each_step = len(a.events) / 40
+        a = self.job(40, lambda a, at: a.malloc(2 * MIB, self.KEEP), entries=round(steps * each_step))
+        report = analyze(imported(tmp_path, a), [rule_named(LEAK), rule_named(LOGGED)])
+        assert not report.findings
+        assert {each.rule for each in report.skipped} == {LEAK, LOGGED}
+        assert f"this one holds {said}" in str(report.skipped)
+
+
+class TestSeveralDevicesOfOneProcess:
+    """The number of a device is no rank."""
+
+    def test_a_leak_names_the_device_and_no_rank(self, tmp_path: Path):
+        healthy, leaking = CachingAllocator(40 * GIB), CachingAllocator(40 * GIB, device=1)
+        one, two = Job(healthy), Job(leaking)
+        for _ in range(20):
+            one.step()
+            two.step(also=lambda: leaking.malloc(2 * MIB, EXTRA_LOSS))
+        capsule = imported(tmp_path, devices(healthy, leaking))
+        for rule in (LEAK, LOGGED):
+            [finding] = says(rule, capsule)
+            assert finding.where.rank is None
+            assert "It is device 1." in finding.summary
+        [ledger] = says("memory/ledger", capsule)
+        assert ledger.where.rank is None
+        [finding] = says(LEAK, imported(tmp_path, leaking, name="snapshot_6.pickle"))
+        assert finding.where.rank == 6
+        assert "device" not in finding.summary
+
+
 class TestALeakOfOtherKinds:
-    def test_whole_graphs_that_stay_are_a_leak_of_several_stacks(self, tmp_path: Path):
+    def test_activations_that_stay_without_a_value_are_a_leak_of_several_lines(self, tmp_path: Path):
         a = CachingAllocator(80 * GIB)
         job = Job(a)
         for _ in range(30):
@@ -179,7 +337,7 @@ class TestALeakOfOtherKinds:
         capsule = imported(tmp_path, a)
         assert says(LOGGED, capsule) == []
         [finding] = says(LEAK, capsule)
-        assert "5 stacks" in finding.summary
+        assert "5 lines" in finding.summary
         assert finding.confidence == "likely"
 
     def test_without_optimizer_or_backward_the_rhythm_shows_the_steps_and_many_blocks_are_needed(self, tmp_path: Path):
@@ -249,7 +407,7 @@ class TestALeakOfOtherKinds:
         job, fill = Job(a), stack("push /home/me/replay_buffer.py:40", *LOOP)
         for _ in range(40):
             job.step(also=lambda: a.malloc(MIB, fill))
-        [finding] = says(LOGGED, imported(tmp_path, a))
+        [finding] = says(LEAK, imported(tmp_path, a))
         assert finding.confidence == "undetermined"
 
     def test_a_trace_of_a_few_steps_says_that_it_is_too_short(self, tmp_path: Path):
@@ -320,6 +478,13 @@ class TestFragmentation:
         assert value(finding, "unused, for this request") == unused
         assert value(finding, "reserved, not allocated") == a.reserved - a.allocated
         assert "28 blocks" in note(finding, "unused beside live blocks")
+
+    def test_is_looked_at_in_the_history_of_its_device_where_a_process_has_several(self, tmp_path: Path):
+        a, other = self.shattered(device=1), CachingAllocator(4 * GIB)
+        other.malloc(MIB, WEIGHTS)
+        [finding] = says(FRAGMENTED, imported(tmp_path, devices(other, a)))
+        assert (finding.confidence, finding.where.rank, value(finding, "device")) == ("confirmed", None, 1)
+        assert value(finding, "its largest piece") == largest_free(a.snapshot())
 
     def test_is_confirmed_where_the_snapshot_was_written_after_all_was_given_back(self, tmp_path: Path):
         a = self.shattered()

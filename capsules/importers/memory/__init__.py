@@ -85,7 +85,7 @@ def read(source: Source, out: Run) -> None:
         found = found[:1]
     several = len(found) > 1
     for each in found:
-        write(each, out, rank=each.device if several else out.rank)
+        write(each, out, rank=each.device if several else out.rank, devices=len(found))
 
 
 def histories(data: Any, note: columns.Note, where: str = "") -> list[History]:

@@ -27,19 +27,19 @@ _PARTS_OF_LEDGER: Final = {
 }
 
 
-def write(history: History, out: Run, rank: int) -> None:
-    """Write the evidence of one device under a rank.
+def write(history: History, out: Run, rank: int, devices: int = 1) -> None:
+    """Write the evidence of one device under a rank, which is none where one process uses several ``devices``.
 
     ``tensors allocator/*`` are the columns of ``History``; ``allocations`` is what was live at the last failure, else
     at the peak; ``segments`` what was held at the end; ``memory_allocated`` and ``memory_reserved`` go over the number
     of the event, with the side ``allocator``, since those numbers are no steps.
     """
-    named = {"prologue": history.prologue, "sound": history.sound, "number": history.device}
+    named = {"prologue": history.prologue, "sound": history.sound, "number": history.device, "devices": devices}
     for name, array in history.arrays().items():
         out.tensor(f"allocator/{name}", array, rank, **named)
     _curves(history, out, rank)
     for at in history.failures[-_MOST_FAILURES:].tolist():
-        _failure(history, at, out, rank)
+        _failure(history, at, out, rank, told=devices == 1)
     at = history.instant
     live = history.live(at)
     _allocations(history, live, at, out, rank)
@@ -81,7 +81,7 @@ def thinned(values: Array) -> Array:
     return np.unique(np.concatenate(picked))
 
 
-def _failure(history: History, at: int, out: Run, rank: int) -> None:
+def _failure(history: History, at: int, out: Run, rank: int, told: bool) -> None:
     stream, pool = int(history.stream[at]), int(history.pool[at])
     requested, free = int(history.size[at]), max(0, int(history.address[at]))
     reserved = int(history.reserved[at])  # of a file without segments nothing is known but the events
@@ -97,6 +97,7 @@ def _failure(history: History, at: int, out: Run, rank: int) -> None:
         reserved=reserved or None,
         largest_free_block=history.largest_free(at, stream, pool) if reserved else None,
         device=history.device,
+        told=None if told else False,
         phase=phase(history, at),
         event=at - history.prologue,
         frames=frames(history, int(history.stack[at])),
