@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -127,13 +128,19 @@ def place_of(where: Where) -> str:
     return " · ".join(part for part in parts if part)
 
 
+#: Items of a list, and runs of ascending numbers, that are all shown.
+_MOST_ITEMS, _MOST_RUNS = 3, 6
+
+
 def figure(value: Any) -> str:
     """A value in a cell: at most five significant digits, thousands separated; what is no number as visible text."""
     if value is None:
         return "–"
     if isinstance(value, list | tuple):
-        items = [figure(item) for item in value]
-        return " · ".join(items) if len(items) <= 3 else f"{items[0]} · {items[1]} … {items[-1]}"
+        runs = _runs(list(value))
+        items = runs or [figure(item) for item in value]
+        whole = len(items) <= (_MOST_RUNS if runs else _MOST_ITEMS)
+        return " · ".join(items) if whole else f"{items[0]} · {items[1]} … {items[-1]}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return one_line(value, 200)
     if isinstance(value, int):
@@ -145,6 +152,20 @@ def figure(value: Any) -> str:
     if 1e-4 <= abs(value) < 1e5:
         return f"{value:,.5g}"
     return f"{value:,.1f}" if 1 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _runs(items: list[Any]) -> list[str]:
+    """Ascending whole numbers, as ranks are, by their runs, so that no hole is passed over; nothing of other lists."""
+    if len(items) <= _MOST_ITEMS or any(type(each) is not int for each in items):
+        return []
+    if any(last >= each for last, each in pairwise(items)):
+        return []
+    starts = [0, *(at for at in range(1, len(items)) if items[at] != items[at - 1] + 1), len(items)]
+    ends = [(items[start], items[end - 1]) for start, end in pairwise(starts)]
+    return [
+        " · ".join(map(figure, range(first, last + 1))) if last - first < 2 else f"{figure(first)} to {figure(last)}"
+        for first, last in ends
+    ]
 
 
 def observed(each: Evidence) -> tuple[str, str, str]:
