@@ -2,7 +2,8 @@
 
 ``{"step":3,"kind":"clip","crc32":"1f0a9c44"}``: the checksum covers every byte of the line before ``"crc32":`` (the
 last 19 bytes are left out, and the newline). A line without the field is accepted unchecked, so that any tool can
-append; a line that is torn, malformed or fails its checksum is dropped and counted.
+append; a line that is torn, malformed or fails its checksum is dropped and counted. A hole that a file system left (NUL
+bytes, after a crash of the machine) is counted, and what stands behind it in the line is read.
 """
 
 from __future__ import annotations
@@ -67,10 +68,17 @@ def decode_lines(data: bytes) -> Lines:
         if not line or line.isspace():
             continue
         try:
-            lines.records.append(Line(number, _decode_line(line), b'NaN"' in line or b'Infinity"' in line))
+            lines.records.append(_line(number, line))
         except EvidenceError as error:
-            lines.bad.append((number, error.what))
-            if len(lines.bad) == MAX_BAD_LINES:
+            rest = line.strip(b"\0")
+            hole = len(line) - len(rest)
+            lines.bad.append((number, f"a hole of {hole:,} NUL bytes" if hole else error.what))
+            if hole and rest:
+                try:
+                    lines.records.append(_line(number, rest))
+                except EvidenceError as behind:
+                    lines.bad.append((number, behind.what))
+            if len(lines.bad) >= MAX_BAD_LINES:
                 lines.bad.append((number + 1, "after so many damaged lines the rest is not read"))
                 break
     return lines
@@ -81,6 +89,10 @@ def _newest(data: bytes, most: int) -> bytes:
     for _ in range(most + 1):
         at = data.rfind(b"\n", 0, at)
     return data[at + 1 :]
+
+
+def _line(number: int, line: bytes) -> Line:
+    return Line(number, _decode_line(line), b'NaN"' in line or b'Infinity"' in line)
 
 
 def _decode_line(line: bytes) -> dict[str, Any]:

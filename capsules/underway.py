@@ -1,18 +1,32 @@
 """Calls that a rank has written before it made them (``underway/collectives.jsonl``), beside those it wrote after.
 
 The file is there while a rank records, and stays where its process ended without a word. It has ``PLACES`` places of
-``PLACE`` bytes, filled in turn; a place holds one line as in ``records/`` and is filled up with line breaks.
+``PLACE`` bytes, filled in turn; a place holds one line as in ``records/`` and is filled up with line breaks. One that
+was never written, or that a file system lost, is NUL bytes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from .lines import Lines, decode_lines
+
 #: Where the file lies below the directory of a rank.
 RELATIVE = "underway/collectives.jsonl"
 PLACES, PLACE = 32, 4096
 
 Record = dict[str, Any]
+
+
+def in_places(data: bytes, skipped: int = 0) -> Lines:
+    """What the places of the file hold, each read for itself; ``number`` of a line is that of its place from 1.
+
+    Args:
+        data: of the file.
+        skipped: bytes of it that lie before ``data``.
+    """
+    starts = range(-skipped % PLACE, len(data), PLACE)
+    return decode_lines(b"".join(data[at : at + PLACE].strip(b"\0\n") + b"\n" for at in starts))
 
 
 def later(found: list[Record], known: list[Record]) -> list[Record]:

@@ -40,15 +40,11 @@ class Journal:
         """Write a call again, with what has become of it."""
         if self._descriptor < 0 or number <= self._calls - PLACES:
             return
-        line = encode_line(record | {"call": number})
-        while len(line) > PLACE:
-            frames = record.get("frames") or ()
-            record = record | {"frames": frames[: len(frames) // 2], "shapes_in": [], "shapes_out": []}
-            line = encode_line(record | {"call": number})
-            if not frames:
-                return
+        record = record | {"call": number}
+        while len(line := encode_line(record)) > PLACE:
+            record = _shorter(record)
         try:
-            os.pwrite(self._descriptor, line.ljust(PLACE, b"\n"), (number % PLACES) * PLACE)
+            os.pwrite(self._descriptor, line.ljust(PLACE, b"\n"), (number - 1) % PLACES * PLACE)
         except OSError:  # a full disk: what has been written stays
             self._leave()
 
@@ -63,3 +59,11 @@ class Journal:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _shorter(record: dict[str, Any]) -> dict[str, Any]:
+    """Without what takes most: the outer half of the frames, or a field (half of one would be another statement)."""
+    name = max(record, key=lambda each: len(encode_line({each: record[each]})))
+    rest = {each: value for each, value in record.items() if each != name}
+    frames = record[name][: len(record[name]) // 2] if name == "frames" else ()
+    return rest | ({"frames": frames} if frames else {})

@@ -142,6 +142,15 @@ class TestDamagedFiles:
         assert found[f"{RANK}/{name} line 2"] == "checksum of the line does not match"
         assert found[f"{RANK}/{name}"] == "last line is torn"
 
+    @pytest.mark.parametrize("name", ["records/events.jsonl", "names.jsonl", "arrays.jsonl"])
+    def test_a_hole_that_a_file_system_left_is_told_and_hides_no_line_behind_it(self, capsule, name):
+        file = capsule / RANK / name
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(lines[0] + bytes(4096) + b"".join(lines[1:]))
+        (found,) = exercise(capsule)
+        assert (found.where, found.what) == (f"{RANK}/{name} line 2", "a hole of 4,096 NUL bytes")
+        assert found.kept == f"{len(lines):,} lines"
+
     @pytest.mark.parametrize("line", [b"[" * 100_000, b'{"a":' * 100_000 + b"}" * 100_000, b"9" * 9_999, b"\xff", b"3"])
     def test_a_hostile_line_costs_only_itself(self, capsule, line):
         for name in ("records/events.jsonl", "names.jsonl", "arrays.jsonl"):
