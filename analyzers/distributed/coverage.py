@@ -10,6 +10,7 @@ import numpy as np
 from ..finding import Evidence, Finding
 from ..registry import rule
 from .collectives import Calls
+from .diagnosis import diagnosis
 from .reading import calls
 from .words import named_ranks
 
@@ -37,7 +38,8 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         Lists the ranks of the default group, of any group and of the declared world of which nothing speaks; says so
-        where watchdogs gave up and nothing states how many ranks there are. Info.
+        where watchdogs gave up and nothing states how many ranks there are, and where what a rank left is older than
+        what the others did. Info.
 
     Looks like it but is not:
         A rank whose dump has no entries: that is evidence that it waits for nothing.
@@ -51,6 +53,10 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
     known = calls(capsule)
     expected = set(range(known.world)).union(*(group.ranks for group in known.groups))
     absent = sorted(expected - known.spoke)
+    found = diagnosis(capsule)
+    named = {rank for each in found.missing for rank in each.ranks}.union(*(each.ranks for each in found.partings))
+    if old := sorted(found.state.outdated - named):
+        yield _outdated(known, old)
     if not absent and known.timeouts and not all(group.whole for group in known.groups):
         yield _untold(known)
     if not known.spoke or not absent:
@@ -72,6 +78,28 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
         cause="the dumps were not written, not collected, or the processes were killed",
         next=(f"look for the dumps and the exit status of {named_ranks(absent)}",),
         fix=("write the dumps of all ranks to storage that outlives the node",),
+    )
+
+
+def _outdated(known: Calls, old: list[int]) -> Finding:
+    """Evidence of ranks that lack what the others have left: it was written earlier, and says nothing of the hang."""
+    who, one = named_ranks(old), len(old) == 1
+    dumps = ("the dump of" if one else "the dumps of") if known.dumped & set(old) else "the record of"
+    newest = max(known.written.values(), default=0.0)
+    ages = [newest - known.written[rank] for rank in old if rank in known.written]
+    return Finding(
+        title=f"{dumps.capitalize()} {who} {'is' if one or 'record' in dumps else 'are'} older than the others'",
+        summary=f"{dumps.capitalize()} {who} {'lacks' if one or 'record' in dumps else 'lack'} calls that the other "
+        f"ranks have left: from an earlier moment, or an earlier attempt, and set aside. {who.capitalize()} "
+        f"{'is' if one else 'are'} neither guilty nor cleared.",
+        confidence="confirmed",
+        evidence=(
+            Evidence(name="outdated_ranks", value=old[:64], expected=[], note="set aside"),
+            *((Evidence(name="older_by", value=round(max(ages), 1), expected=0, unit="s"),) if ages else ()),
+        ),
+        cause="files of several moments or attempts lie side by side",
+        next=(f"get what {who} left at the time of the other dumps",),
+        fix=("empty the folder of the dumps before each start, or give each attempt one of its own",),
     )
 
 

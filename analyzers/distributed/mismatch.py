@@ -10,6 +10,7 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from .alignment import Parting
+from .collectives import Calls
 from .diagnosis import Diagnosis, Missing, diagnosis
 from .fingerprints import fingerprint_finding
 from .signatures import same_count
@@ -19,6 +20,8 @@ from .words import at_site, call_words, last_step, named_ranks
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
+#: Different calls of one number that are listed.
+_MOST_SIDES = 8
 _NEEDS = ("records.collectives|records.events.other_rank|records.events.last_enqueued|records.events.received",)
 
 
@@ -191,12 +194,10 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
     undecided = parting.decided == "none"
     site = at_site(calls, parting.common if parting.edit == "skipped" else parting.theirs)
     differ = {"op": "another operation", "dtype": "another dtype", "shape": "another size"}.get(parting.edit, does)
+    sides = _sides(calls, parting)
     if undecided:
         title = f"{named_ranks((*parting.ranks, *parting.others)).capitalize()} differ at {number}"
-        summary = (
-            f"At {number} {who} called {theirs}{at_site(calls, parting.theirs)} and {most} called "
-            f"{common}{at_site(calls, parting.common)}; with so few ranks nothing says which is right."
-        )
+        summary = f"At {number} {_in_words(calls, sides)}; {_open(sides)} nothing says which is right."
     else:
         title = f"{who.capitalize()} {does} at {number}"
         title = f"{who.capitalize()} made {differ} at {number}" if parting.edit in ("op", "dtype", "shape") else title
@@ -209,6 +210,10 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
         Evidence(name="agreeing_ranks", value=list(parting.others)[:64], note=f"decided by: {parting.decided}"),
         Evidence(name="sequence_number", value=parting.seq, note=str(group)),
         Evidence(name="call", value=str(theirs), expected=str(common), note=site.strip(" ()")),
+        *(
+            Evidence(name=f"call of {named_ranks(ranks)}", value=each, expected=str(common))
+            for each, (ranks, _) in (list(sides.items())[:_MOST_SIDES] if len(sides) > 2 else ())
+        ),
     ]
     if parting.edit in ("skipped", "added", "exchanged"):
         evidence.append(
@@ -239,9 +244,35 @@ def _parting(capsule: Capsule, found: Diagnosis, parting: Parting) -> Finding:
             f"compare what leads to this call on {who} and on rank {parting.others[0]}: batch, branch, version",
             "a script of two ranks with that one call: llmconsole shrink CAPSULE",
         )
-        + (("record a third rank, or the calls from the start",) if undecided else ()),
+        + (("record a third rank, or the calls from the start",) if undecided and len(sides) == 2 else ())
+        + (("see whether the ranks pad to one size: each side has its own",) if undecided and len(sides) > 2 else ()),
         fix=(_fix(parting, who, undecided=undecided),),
     )
+
+
+def _sides(calls: Calls, parting: Parting) -> dict[str, tuple[list[int], int]]:
+    """What was called under the number of a parting: the ranks of each call, and the row of the first of them."""
+    found: dict[str, tuple[list[int], int]] = {}
+    for rank in (*parting.ranks, *parting.others):
+        if (row := calls.at(parting.group, rank, parting.seq)) is not None:
+            found.setdefault(str(calls.call(row)), ([], row))[0].append(rank)
+    return found if len(found) == 2 else dict(sorted(found.items(), key=lambda each: each[1][0]))
+
+
+def _in_words(calls: Calls, sides: dict[str, tuple[list[int], int]]) -> str:
+    """Who called what, side by side."""
+    said = [f"{named_ranks(ranks)} called {call}{at_site(calls, row)}" for call, (ranks, row) in sides.items()]
+    if len({at_site(calls, row) for _, row in sides.values()}) == 1 and len(said) > 2:
+        (site,) = {at_site(calls, row) for _, row in sides.values()}
+        said = [f"{named_ranks(ranks)} called {call}" for call, (ranks, _) in sides.items()]
+        said[0] += site
+    more = f", and so on ({len(said):,} different calls)" if len(said) > _MOST_SIDES else ""
+    shown = said[:_MOST_SIDES]
+    return " and ".join(shown) if len(shown) == 2 else ", ".join(shown) + more
+
+
+def _open(sides: dict[str, tuple[list[int], int]]) -> str:
+    return "with so few ranks" if len(sides) <= 2 else f"of {len(sides):,} different calls"
 
 
 def _fix(parting: Parting, who: str, *, undecided: bool) -> str:

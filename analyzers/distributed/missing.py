@@ -9,14 +9,13 @@ from ..finding import Confidence, Evidence, Finding, Where
 from ..registry import NotJudged, rule
 from .collectives import UNKNOWN
 from .diagnosis import Diagnosis, Missing, diagnosis
+from .inside import UNTOLD, inside
 from .standstill import of_a_moment
 from .waiting import Wait
-from .words import at_site, call_words, last_step, named_ranks
+from .words import at_site, brief, call_words, last_step, named_ranks
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
-
-_UNTOLD = "how many ranks the job has is not on record"
 
 
 @rule(
@@ -53,7 +52,8 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         some ranks in one call where nothing states how many ranks there are. Time-outs after which training went on are
         a remark; words in a log that a dump of the same rank contradicts are of another life of the job and left out.
         Each rank is held by its oldest call alone, also by ranks that are in it behind an older one. Where most ranks
-        wait in a call that all are in, nobody is missing.
+        wait in a call that all are in, nobody is missing; where the devices of most of them have started it, the ranks
+        whose devices have not are named.
         Dumps of some ranks alone, in which ranks wait for others without a dump, are left undetermined: silence would
         read as health. That the job stands still must be on record: a watchdog, a time-out that passed, a rank that
         died, dumps written a time-out after the call began. Other dumps count unless every rank has its newest call in
@@ -85,7 +85,7 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
     elif found.calls.past and not found.calls.timeouts:
         yield _past(found.calls.past)
     if found.all_inside is not None:
-        yield _inside(capsule, found, found.all_inside)
+        yield inside(capsule, found, found.all_inside)
     elif (wait := _unseen(found)) is not None and not of_a_moment(capsule, found.calls, found.state):
         yield _incomplete(capsule, found, wait)
     elif found.still is None and found.state.waits and not found.partings:
@@ -103,7 +103,7 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     early = found.still is not None and found.still.open
     confidence: Confidence = "likely" if missing.decided and not early else "undetermined"
     evidence = [
-        Evidence(name="missing_ranks", value=list(ranks), expected=[], note=f"not in {_brief(call)}"),
+        Evidence(name="missing_ranks", value=list(ranks), expected=[], note=f"not in {brief(call)}"),
         Evidence(name="waiting_ranks", value=list(wait.waiting), note="entered it and did not leave it"),
         Evidence(name="sequence_number", value=wait.seq, note="first call that is missing"),
         Evidence(name="group_ranks", value=list(calls.groups[wait.group].ranks), note=str(calls.groups[wait.group])),
@@ -167,18 +167,13 @@ def _words(found: Diagnosis, wait: Wait, row: int) -> str:
     return call_words(found.calls, row, direct=wait.direct)
 
 
-def _brief(call: str) -> str:
-    """A call in words, without the name of its group, which is as wide as a column."""
-    return call.partition(" of ")[0].partition(" in ")[0]
-
-
 def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     """All ranks of which there is evidence are in the call; only others can be missing."""
     wait = missing.wait
     call = _words(found, wait, wait.row)
     who, site = named_ranks(wait.silent), at_site(found.calls, wait.row, direct=wait.direct)
     waiting = f"{named_ranks(wait.waiting).capitalize()} {'waits' if len(wait.waiting) == 1 else 'wait'}"
-    more = "" if found.calls.groups[wait.group].whole else f", or a rank that left no trace at all: {_UNTOLD}"
+    more = "" if found.calls.groups[wait.group].whole else f", or a rank that left no trace at all: {UNTOLD}"
     return Finding(
         title=f"Every rank with evidence waits in {call}",
         summary=f"{waiting} in {call}{site}; only {who} can be missing, of which there is no evidence{more}.",
@@ -186,7 +181,7 @@ def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
         where=Where(step=last_step(capsule), order=wait.seq),
         evidence=(
             Evidence(name="silent_ranks", value=list(wait.silent), expected=[], note="no evidence"),
-            Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {_brief(call)}"),
+            Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {brief(call)}"),
         ),
         next=(f"find the dump, the log and the exit status of {who}: a process that was killed leaves no dump",),
     )
@@ -220,7 +215,7 @@ def _incomplete(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
         evidence=(
             Evidence(name="silent_ranks", value=absent[:64], expected=[], note="no dump"),
             Evidence(name="waiting_ranks", value=held, note="have calls in flight"),
-            Evidence(name="oldest call", value=_brief(call), note=str(calls.groups[wait.group])),
+            Evidence(name="oldest call", value=brief(call), note=str(calls.groups[wait.group])),
         ),
         next=(f"get the dumps of {who} and analyze all dumps together",),
     )
@@ -299,48 +294,4 @@ def _of_barrier(capsule: Capsule, found: Diagnosis) -> Iterator[Finding]:
         cause=f"{who} stopped, or took another path, before the barrier",
         next=(f"look at the stack and the log of {who}",),
         fix=("make every rank reach the barrier",),
-    )
-
-
-def _inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
-    """No rank is missing: the call itself does not end. Where the ranks are not on record, one may be all the same."""
-    call = call_words(found.calls, wait.row)
-    reason = found.still.reason if found.still is not None else ""
-    if not found.calls.groups[wait.group].whole:
-        return _all_that_spoke(capsule, found, wait, call, reason)
-    return Finding(
-        title=f"All ranks are in {call} and it does not end",
-        summary=f"All ranks entered {call}{at_site(found.calls, wait.row)} with equal arguments, none left it, and "
-        f"{reason}: no rank is missing, so network, device or driver are left.",
-        confidence="undetermined",
-        where=Where(step=last_step(capsule), order=wait.seq),
-        evidence=(
-            Evidence(name="entered_ranks", value=list(wait.waiting), expected=list(wait.waiting), note=call),
-            Evidence(name="standstill", value=reason),
-        ),
-        next=(
-            "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log, link errors (nvidia-smi nvlink -e, ibstat)",
-            "run nccl-tests over the same ranks",
-        ),
-    )
-
-
-def _all_that_spoke(capsule: Capsule, found: Diagnosis, wait: Wait, call: str, reason: str) -> Finding:
-    """All ranks of which there is evidence are in one call; how many there are is not on record."""
-    who = named_ranks(wait.waiting)
-    return Finding(
-        title=f"{who.capitalize()} are in {call} and it does not end",
-        summary=f"{who.capitalize()} entered {call}{at_site(found.calls, wait.row)}, none left it, and {reason}. "
-        f"{_UNTOLD.capitalize()}: a rank that printed nothing may be missing; if there is none, network, device or "
-        "driver are left.",
-        confidence="undetermined",
-        where=Where(step=last_step(capsule), order=wait.seq),
-        evidence=(
-            Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {_brief(call)}"),
-            Evidence(name="standstill", value=reason),
-        ),
-        next=(
-            "see how many ranks the job has, and look at the log, the dump and the exit of those that are not named",
-            "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log, link errors (nvidia-smi nvlink -e, ibstat)",
-        ),
     )

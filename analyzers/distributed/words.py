@@ -48,6 +48,11 @@ def call_words(calls: Calls, row: int, *, direct: bool = False) -> str:
     return f"{name} {int(table.seq[row]):,} of {group}"
 
 
+def brief(call: str) -> str:
+    """A call in words, without the name of its group, which is as wide as a column."""
+    return call.partition(" of ")[0].partition(" in ")[0]
+
+
 def at_site(calls: Calls, row: int, *, direct: bool = False) -> str:
     """`` (train.py:44 in step)``, nothing where no frames are on record."""
     frame = calls.frame(row, calls.direct if direct else calls.table) if row >= 0 else None

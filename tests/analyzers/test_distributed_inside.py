@@ -1,0 +1,104 @@
+"""Calls that all ranks are in: devices that did not start one, calls that all differ, evidence that is set aside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llmconsole.analyzers.finding import Finding
+from llmconsole.analyzers.registry import all_rules
+from llmconsole.analyzers.runner import analyze
+from llmconsole.capsules import Capsule
+
+from tests.analyzers.played_jobs import Played, play, same
+
+MISMATCH, MISSING, COVERAGE = (
+    "distributed/collective-mismatch",
+    "distributed/missing-rank",
+    "distributed/coverage",
+)
+RULES = [each for each in all_rules() if each.id in (MISMATCH, MISSING, COVERAGE)]
+
+
+def findings(capsule: Capsule, rule: str) -> list[Finding]:
+    report = analyze(capsule, RULES)
+    assert not report.errors
+    return [each for each in report.findings if each.rule == rule]
+
+
+def in_one_call(states: str, older: str = "") -> Played:
+    """Four ranks in call 9, each in the state of its letter: scheduled, running; ``older``: call 8 as well."""
+    played = play(same(4), stuck=lambda rank, at: at >= 9)
+    for made, state, before in zip(played.calls.values(), states, older or "cccc", strict=True):
+        for record, letter in zip(made[-2:], (before, state), strict=True):
+            record["state"] = {"s": "scheduled", "r": "started", "c": "completed"}[letter]
+            if letter != "c":
+                record.pop("t_completed", None)
+    return played
+
+
+def fill(played: Played, w: Any, age: float = 600.0) -> None:
+    began = max(made[-1]["t_created"] for made in played.calls.values())
+    for rank, made in played.calls.items():
+        w.records("collectives", made, rank=rank)
+        enqueued, completed = played.numbers(rank)
+        status = {"dump": True, "last_seq": enqueued, "last_completed": completed, "dumped": began + age}
+        w.record("ranks", status, rank=rank)
+    w.record("events", {"kind": "collective_timeout", "seq": 9, "group": "0", "timeout_s": 600.0}, rank=0)
+
+
+class TestDevices:
+    @pytest.mark.fires(MISSING)
+    def test_a_rank_whose_device_has_not_started_what_the_others_run_is_named(self, build: Any) -> None:
+        (found,) = findings(build(lambda w: fill(in_one_call("rrsr"), w)), MISSING)
+        assert (found.confidence, found.where.rank, found.where.order) == ("likely", 2, 9)
+        assert "its device has not started it" in found.title
+
+    @pytest.mark.parametrize("states", ["ssss", "rrrr", "rssr", "sssr"])
+    def test_states_that_are_equal_or_of_no_minority_name_nobody(self, build: Any, states: str) -> None:
+        (found,) = findings(build(lambda w: fill(in_one_call(states), w)), MISSING)
+        assert (found.confidence, found.where.rank) == ("undetermined", None)
+
+    def test_dumps_of_the_moment_in_which_it_was_queued_name_nobody(self, build: Any) -> None:
+        (found,) = findings(build(lambda w: fill(in_one_call("rrsr"), w, age=5.0)), MISSING)
+        assert found.where.rank is None
+
+    def test_a_device_that_is_in_an_older_call_with_all_others_is_not_behind(self, build: Any) -> None:
+        found = findings(build(lambda w: fill(in_one_call("sssr", older="rrrr"), w)), MISSING)
+        assert [each.where.rank for each in found] == [None]
+
+
+class TestDifferentCalls:
+    @pytest.mark.fires(MISMATCH)
+    def test_each_of_the_calls_that_all_differ_is_said(self, build: Any) -> None:
+        programs = same(4)
+        for rank in range(4):
+            programs[rank][6] = replace(programs[rank][6], shape=(100 + 7 * rank, 64))
+        (found,) = findings(build(lambda w: play(programs).write(w)), MISMATCH)
+        for rank in range(4):
+            assert f"rank {rank} called all_reduce float32 [{100 + 7 * rank}, 64]" in found.summary
+        assert found.confidence == "undetermined"
+
+    def test_two_sides_are_said_as_two(self, build: Any) -> None:
+        programs = same(4)
+        for rank in (1, 3):
+            programs[rank][6] = replace(programs[rank][6], shape=(7,))
+        (found,) = findings(build(lambda w: play(programs).write(w)), MISMATCH)
+        assert "ranks 1 and 3 called all_reduce float32 [7]" in found.summary
+        assert "ranks 0 and 2 called all_reduce float32 [128]" in found.summary
+
+
+class TestSetAside:
+    @pytest.mark.fires(COVERAGE)
+    def test_a_dump_older_than_what_others_finished_is_said_to_be_set_aside(self, build: Any) -> None:
+        played = play(same(4), stuck=lambda rank, at: rank == 1 and at >= 16)
+        played.calls[3] = played.calls[3][:8]
+        (found,) = findings(build(lambda w: played.write(w)), COVERAGE)
+        assert found.evidence[0].value == [3]
+        assert "set aside" in found.summary
+
+    @pytest.mark.quiet(COVERAGE)
+    def test_a_rank_that_is_missing_is_not_set_aside(self, build: Any) -> None:
+        played = play(same(4), stuck=lambda rank, at: rank == 1 and at >= 16)
+        assert findings(build(lambda w: played.write(w)), COVERAGE) == []
