@@ -94,8 +94,22 @@ class RankReader:
 
     # -- files
 
+    @cached_property
+    def _entries(self) -> frozenset[str] | None:
+        """What lies in the rank's directory, so that nothing is opened that is not there; None where none can tell."""
+        try:
+            return frozenset(os.listdir(self._root / self.directory))
+        except OSError:
+            return None
+
+    def _lacks(self, name: str) -> bool:
+        """Whether a file, or the directory that it lies in, was not there at the first look."""
+        return self._entries is not None and name.partition("/")[0] not in self._entries
+
     def _tail(self, name: str, limit: int) -> tuple[bytes, int]:
         """The newest bytes of a file, and how many older ones were left out; nothing where it cannot be read."""
+        if self._lacks(name):
+            return b"", 0
         try:
             data, skipped = read_tail(self._root, f"{self.directory}/{name}", limit)
         except FileNotFoundError:
@@ -116,15 +130,12 @@ class RankReader:
             return Lines()
         if lines.skipped:
             self._report(name, "has more lines than are read", lost=f"oldest {lines.skipped:,} lines")
-        self._report_bad(name, lines, "line")
         kept = f"{len(lines.records):,} lines"
+        for number, why in lines.bad:
+            self._report(name, why, "the line", kept, at=f"line {number:,}")
         if lines.torn_bytes and not self.live:
             self._report(name, TORN_LINE, f"{lines.torn_bytes:,} bytes", kept)
         return lines
-
-    def _report_bad(self, name: str, lines: Lines, of: str) -> None:
-        for number, why in lines.bad:
-            self._report(name, why, f"the {of}", f"{len(lines.records):,} lines", at=f"{of} {number:,}")
 
     def _table(self, name: str, limit: int) -> Table:
         data, skipped = self._tail(name, limit)
@@ -154,6 +165,8 @@ class RankReader:
 
     def _named(self, rows: Array, table: str) -> Array:
         """bool[N]: the id of the row has a name in this table; the others are reported."""
+        if not len(rows):
+            return np.ones(0, np.bool_)
         ids, inverse, counts = np.unique(rows["id"], return_inverse=True, return_counts=True)
 
         def known() -> Array:
@@ -173,8 +186,10 @@ class RankReader:
         rows = self._table("scalars.bin", limit).rows.get(SCALARS, np.empty(0, ROWS[SCALARS]))
         return rows[self._named(rows, "scalars")]
 
-    def read_stats(self, limit: int) -> StatsOfRank:
+    def read_stats(self, limit: int) -> StatsOfRank | None:
         """Rows of ``stats.bin`` whose id has a name, in file order; the newest ``limit`` bytes of the file."""
+        if self._lacks("stats.bin"):
+            return None
         table = self._table("stats.bin", limit)
         full = table.rows.get(STATS, np.empty(0, ROWS[STATS]))
         full = full[self._named(full, "stats")]
@@ -254,6 +269,8 @@ class RankReader:
     # -- records
 
     def _list(self, directory: str, suffix: str) -> list[str]:
+        if self._lacks(directory):
+            return []
         path = self._root / self.directory / directory
         try:
             if path.is_symlink():
@@ -305,10 +322,7 @@ class RankReader:
 
     def _under_way(self, known: list[Chunk]) -> list[Chunk]:
         """Calls that were written before they were made, and of which nothing more is known."""
-        lines = underway.in_places(*self._tail(underway.RELATIVE, underway.PLACES * underway.PLACE))
-        if not self.live:  # else a place may be half written right now
-            self._report_bad(underway.RELATIVE, lines, "place")
-        found = [record for _, record, _ in lines.records]
+        found = [record for _, record, _ in decode_lines(self._tail(underway.RELATIVE, MAX_LINES_BYTES)[0]).records]
         if not found:
             return []
         for record in found:

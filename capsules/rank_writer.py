@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import struct
@@ -24,17 +23,13 @@ from .layout import rank_directory
 from .lines import encode_line
 from .manifest import RankState, Trigger
 from .process import host, process_start, utc
-from .storage import TEMPORARY, Appender, make_directory, replace, write_new
+from .storage import Appender, make_directory, replace
 from .streams import stream_type
 from .tables import COUNTS, MEASURES, UNITS, StatRow
 from .typed import check
 
 #: Seconds after which an append renews the heartbeat.
 HEARTBEAT_EVERY = 5.0
-
-#: Bytes kept back on the disk for the seal, which a full disk would refuse otherwise: a good run that cannot say so
-#: reads as crashed.
-RESERVE = 64 << 10
 
 #: What identifies a name inside one kind of rows.
 Key = tuple[Any, ...]
@@ -62,9 +57,12 @@ class RankWriter:
 
     def __init__(self, root: Path, rank: int, appender: Appender, clock: Callable[[], float]) -> None:
         self.directory = root / rank_directory(rank)
-        make_directory(root / "ranks")
         try:
-            self.directory.mkdir(mode=0o700)
+            try:
+                self.directory.mkdir(mode=0o700)
+            except FileNotFoundError:
+                make_directory(self.directory.parent)
+                self.directory.mkdir(mode=0o700)
         except FileExistsError:
             raise EvidenceError(
                 f"rank {rank} of this capsule has a writer already", str(root), "give each process its own rank="
@@ -81,14 +79,6 @@ class RankWriter:
         pid = os.getpid()
         self.state = RankState(rank=rank, host=host(), pid=pid, process_start=process_start(pid), started=utc(now))
         self.heartbeat()
-        self._reserve = self.directory / f"{TEMPORARY}reserve"
-        with contextlib.suppress(OSError):  # a disk that is full already says so at the first append
-            write_new(self._reserve, os.urandom(RESERVE))  # zeros would take no room on some file systems
-
-    def release(self) -> None:
-        """Give the reserve back to the disk; what follows is the seal."""
-        with contextlib.suppress(OSError):
-            self._reserve.unlink(missing_ok=True)
 
     def heartbeat(self, status: Any = None, trigger: Trigger | None = None, step: int | None = None) -> None:
         """Replace ``rank.json``."""
@@ -221,7 +211,7 @@ class RankWriter:
             raise EvidenceError(f"stream name {stream!r:.60} is not made of letters, digits, _ . and -")
         kind = stream_type(stream)
         if stream not in self._counts:
-            make_directory(self.directory / "records")
+            (self.directory / "records").mkdir(mode=0o700, exist_ok=True)
         name = f"records/{stream}.jsonl"
         pending: list[bytes] = []
         size = 0
@@ -254,7 +244,7 @@ class RankWriter:
         if not _STREAM.fullmatch(stream):
             raise EvidenceError(f"stream name {stream!r:.60} is not made of letters, digits, _ . and -")
         if stream not in self._columned:
-            make_directory(self.directory / "columns")
+            (self.directory / "columns").mkdir(mode=0o700, exist_ok=True)
             self._columned.add(stream)
         for line in encode_columns(length, columns, stream_type(stream), stream):
             self._append(f"columns/{stream}.jsonl", line)

@@ -153,6 +153,8 @@ class Capsule:
         found: dict[SeriesKey, Series] = {}
         for rank, reader in self._ranks.items():
             rows = reader.read_scalars(self._share(MAX_SCALARS_BYTES))
+            if not len(rows):
+                continue
             written = np.argsort(rows["step"], kind="stable")
             rows = rows[written]
             by_id = np.argsort(rows["id"], kind="stable")
@@ -198,7 +200,10 @@ class Capsule:
         rows, details, bins = [np.empty(0, COMPACT)], [np.empty(0, ROWS[STATS])], [np.empty(0, BINS)]
         names: dict[int, Name] = {}
         for rank, reader in self._ranks.items():
-            compact, full, own_bins = reader.read_stats(self._share(MAX_STATS_BYTES))
+            read = reader.read_stats(self._share(MAX_STATS_BYTES))
+            if read is None:
+                continue
+            compact, full, own_bins = read
             # Ids are a rank's own: give them numbers that are unique in the capsule.
             renamed = {old: len(names) + at for at, old in enumerate(reader.names)}
             names |= {renamed[old]: each for old, each in reader.names.items()}

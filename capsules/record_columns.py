@@ -16,6 +16,8 @@ Record = dict[str, Any]
 
 #: Below it the number of a combination is exact.
 _EXACT = 1 << 62
+#: So many numbers a record may combinations have, used or not, that fit a table.
+_FEW = 16
 
 
 class Column(NamedTuple):
@@ -223,15 +225,28 @@ def _combinations(columns: list[Column | None], count: int) -> tuple[list[tuple[
             size = count
         code = code * len(column.values) + column.places
         size *= len(column.values)
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    rows = cast("list[int]", first[order].tolist())
+    first, places = _in_order(code, size)
+    rows = cast("list[int]", first.tolist())
     values = [
         [None] * len(rows)
         if column is None
         else [column.values[row if column.at is None else int(column.at[row])] for row in rows]
         for column in columns
     ]
-    return list(zip(*values, strict=True)), place[inverse]
+    return list(zip(*values, strict=True)), places
+
+
+def _in_order(code: Ints, size: int) -> tuple[Ints, Ints]:
+    """Where each different number below ``size`` first stands, ascending; and for each number which of these it is."""
+    if size <= _FEW * len(code):  # a table of all numbers is quicker than sorting
+        first = np.full(size, len(code))
+        first[code[::-1]] = np.arange(len(code))[::-1]  # of several the last that is assigned stays
+        used, inverse = np.flatnonzero(first < len(code)), code
+        place = np.empty(size, np.int64)
+    else:
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        used = np.arange(len(first))
+        place = np.empty(len(first), np.int64)
+    used = used[np.argsort(first[used])]
+    place[used] = np.arange(len(used))
+    return first[used], place[inverse]

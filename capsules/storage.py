@@ -127,6 +127,25 @@ def _link_free(temporary: Path, directory: Path, name: str) -> str:
     raise EvidenceError(f"10,000 files are called {name}", str(directory))
 
 
+class Reserve:
+    """Bytes kept back on the disk for the last that a writer has to say, which a full disk would refuse otherwise.
+
+    A good run that cannot say so reads as crashed. A process keeps them once, whatever number of ranks it writes.
+    """
+
+    SIZE = 64 << 10
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f"{TEMPORARY}reserve"
+        with contextlib.suppress(OSError):  # a disk that is full already says so at the first append
+            write_new(self._path, os.urandom(self.SIZE))  # zeros would take no room on some file systems
+
+    def release(self) -> None:
+        """Give the bytes back to the disk; what follows is the seal."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
 class Appender:
     """Appends to many files, each call one ``write``; keeps a bounded number of them open."""
 

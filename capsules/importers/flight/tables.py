@@ -97,6 +97,8 @@ def count(value: Any) -> int | None:
 def counts(kept: list[dict[str, Any]], name: str) -> list[int | None]:
     """The numbers that entries have under a name."""
     raw = [entry.get(name) for entry in kept]
+    if all_of(raw, type(None)):
+        return cast("list[int | None]", raw)
     if all_of(raw, int) and raw and min(raw) >= 0 and max(raw) <= MAX_INT64:  # pyright: ignore[reportArgumentType]
         return cast("list[int | None]", raw)
     return [None if each is None else count(each) for each in raw]
