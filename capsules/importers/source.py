@@ -21,6 +21,8 @@ LINE_BYTES = 256 * KIB
 #: Decompressed bytes read of one file; a small file can announce petabytes.
 MOST_BYTES = 256 * GIB
 _CHUNK = MIB
+#: What is taken at a time of a file that is read whole: most come in one piece, which need not be put together.
+_LARGE_CHUNK = 64 * MIB
 
 _GZIP = b"\x1f\x8b"
 #: Window size that tells zlib to expect the frame of gzip.
@@ -131,7 +133,7 @@ class Source:
         room = spare_memory() // 2 if growth else 0
         parts: list[bytes] = []
         size = 0
-        for chunk in self.chunks():
+        for chunk in self.chunks(_CHUNK if self.compressed else _LARGE_CHUNK):
             size += len(chunk)
             if size > limit:
                 raise EvidenceError(f"is larger than the {limit:,} bytes that are read of such a file", where)

@@ -122,8 +122,8 @@ def _piece(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
     except KeyError:
         frames = [event.get("frames") for event in trace]
     # Lists of frames may be shared: each is looked at once.
-    _, first, which = np.unique(np.fromiter(map(id, frames), np.int64, count), return_index=True, return_inverse=True)
-    numbers = stacks.numbers([frames[at] for at in first.tolist()])
+    lists = dict(zip(map(id, frames), frames, strict=True))
+    numbers = dict(zip(lists, stacks.numbers(list(lists.values())), strict=True))
     pool = np.zeros(count, np.int16)
     if any("pool_id" in event for event in (*trace[:1], *trace[-1:])):
         pool = np.fromiter((pools.number(event.get("pool_id")) for event in trace), np.int16, count)
@@ -134,7 +134,7 @@ def _piece(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
         stream=_integers(trace, "stream"),
         pool=pool,
         time_us=_integers(trace, "time_us"),
-        stack=np.array(numbers, np.int32)[which],
+        stack=np.fromiter(map(numbers.__getitem__, map(id, frames)), np.int32, count),
     )
 
 
