@@ -15,7 +15,7 @@ from ...analyzers.distributed.alignment import ABSENT, Grid, Parting, grid
 from ...analyzers.distributed.collectives import Calls
 from ...analyzers.distributed.diagnosis import Diagnosis
 
-#: What a cell says: missing, done, waiting, differs, not captured (the buffer begins later, or no dump) or not asked.
+#: What a cell says: missing, done, waiting, differs, not kept (lost, forgotten by its buffer, no dump) or not asked.
 MISSING, DONE, WAITING, DIFFERS, BEFORE = range(5)
 SIGNS = " ·○✗-"
 
@@ -55,6 +55,7 @@ def of_group(told: Diagnosis, index: int) -> Cells | None:
     placed = np.full((len(members), row.shape[1]), ABSENT, np.int64)
     placed[np.searchsorted(members, known.ranks)] = row
     cells = _states(calls, placed, [rank in calls.spoke for rank in members])
+    _count(calls, index, members, numbers, placed, cells, own)
     cells[:, ~asked] = np.where(placed[:, ~asked] == ABSENT, BEFORE, cells[:, ~asked])
     for rank, column in marks:
         if placed[members.index(rank), column] != ABSENT:
@@ -124,6 +125,29 @@ def _states(calls: Calls, row: NDArray[np.int64], spoke: list[bool]) -> NDArray[
         elif not known:  # its dump is not here, which says nothing of what it did
             cells[index] = BEFORE
     return cells
+
+
+def _count(
+    calls: Calls,
+    group: int,
+    members: list[int],
+    numbers: NDArray[np.int64],
+    row: NDArray[np.int64],
+    cells: NDArray[np.int8],
+    partings: Iterable[Parting],
+) -> None:
+    """A call that the last numbers of its rank cover was made, though its record is lost.
+
+    That count is the one of all ranks until the rank leaves the common sequence.
+    """
+    left = {rank: each.seq for each in partings for rank in each.ranks}
+    for index, rank in enumerate(members):
+        if (reached := calls.reached.get((group, rank))) is None:
+            continue
+        lost = (row[index] == ABSENT) & (cells[index] == MISSING) & (numbers >= 0)
+        lost &= numbers < left.get(rank, np.iinfo(np.int64).max)
+        cells[index, lost & (numbers <= reached.enqueued)] = WAITING
+        cells[index, lost & (numbers <= reached.completed)] = BEFORE
 
 
 def _first(

@@ -175,8 +175,11 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
         WAITING: "in it, not done",
         BEFORE: "not captured, its buffer begins later or its dump is not here",
     }
+    reached = calls.reached.get((group.group, group.ranks[row]))
     if group.numbers[at] < 0:
         state[BEFORE] = "makes no such call"
+    elif reached is not None and group.numbers[at] <= reached.completed and (group.row[row, :at] >= 0).any():
+        state[BEFORE] = f"done, as its last number ({reached.completed:,}) says; its record is lost"
     here = f"rank {group.ranks[row]}: "
     if column[row] == DIFFERS:
         here += f"did {_words(calls, int(made[row]))}"
@@ -186,10 +189,11 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
             last = int(own[-1])
             skipped = last > at
             last = int(own[own < at][-1]) if skipped and (own < at).any() else last
-            words = _words(calls, int(group.row[row, last]))
-            here += f"; {'before it' if skipped else 'its last'} is seq {group.numbers[last]:,}  {words}"
+            seq, words = group.numbers[last], f"  {_words(calls, int(group.row[row, last]))}"
+            if not skipped and reached is not None and reached.enqueued > seq:
+                seq, words = reached.enqueued, ", whose record is lost"
+            here += f"; {'before it' if skipped else 'its last'} is seq {seq:,}{words}"
         elif column[row] == MISSING:
-            reached = calls.reached.get((group.group, group.ranks[row]))
             if reached is not None and reached.enqueued >= 0:
                 here += f"; its last is seq {reached.enqueued:,}"
             else:

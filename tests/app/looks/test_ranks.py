@@ -128,3 +128,15 @@ def test_bars_are_on_the_scale_of_the_slowest_rank(tmp_path: Path):
     lines = grid_text(grid, 63).plain.split("\n")  # 63 cells leave 40 for the bar
     assert lines[2].split()[2:] == ["C" * 20 + "M" * 16 + "D" * 4, "100", "ms"]
     assert lines[3].split() == ["1", "oom", "C" * 20, "50", "ms"]
+
+
+def test_calls_that_the_last_numbers_of_a_rank_cover_are_lost_records_and_not_missing(tmp_path: Path):
+    rows = [record(rank, seq, op=op) for rank in (0, 1) for seq, op in enumerate(["all_reduce", "broadcast"] * 3)]
+    rows += [record(2, 0), record(2, 1, op="broadcast")]
+    told = {"rank": 2, "last_seq": {"dp": 4}, "last_completed": {"dp": 3}}
+    path = write(tmp_path, rows, [told])
+    assert cells(path) == ["······", "······", "··--○ "]
+    at = lambda seq: ranks(path, columns=40, rows=40, at=seq, row=2).detail[1]  # noqa: E731
+    assert at(3) == "rank 2: done, as its last number (3) says; its record is lost"
+    assert at(4) == "rank 2: in it, not done"
+    assert at(5) == "rank 2: never came to it; its last is seq 4, whose record is lost"
