@@ -34,11 +34,15 @@ _LIBRARY = ("/torch/", "torch/distributed/", "torch/nn/parallel", "c10d_logger",
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: the job's name of it, what it is for, and its global ranks, ascending."""
+    """A process group: the job's name of it, what it is for, and its global ranks, ascending.
+
+    ``whole`` is false where nothing states who belongs to it: these ranks are known, and there may be more.
+    """
 
     name: str
     description: str
     ranks: tuple[int, ...]
+    whole: bool = True
 
     def __str__(self) -> str:
         if self.description and self.description not in ("undefined", self.name):
@@ -94,7 +98,8 @@ class Calls:
     there is evidence on collectives, ``dumped`` those that left a flight-recorder dump, ``status_of`` those that state
     how far they came. ``written`` is when a rank's dump was written, Unix seconds, or later: a copy is younger.
     In ``mixed`` groups there are sends, which have numbers of their own. The number in ``table.record`` is that of a
-    record in ``columns``, or, beyond these, of a watchdog's event in ``words``.
+    record in ``columns``, or, beyond these, of a watchdog's event in ``words``. ``past`` are time-outs of earlier
+    attempts of the job, after which training went on.
     """
 
     columns: RecordColumns = field(repr=False)
@@ -113,6 +118,7 @@ class Calls:
     mixed: frozenset[int] = frozenset()
     written: Mapping[int, float] = field(default_factory=dict[int, float])
     timeouts: tuple[Record, ...] = ()
+    past: tuple[Record, ...] = ()
     mismatches: tuple[Record, ...] = ()
     _sites: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
 

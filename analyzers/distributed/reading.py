@@ -9,9 +9,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ..attempts import current_events, past_events
 from . import thresholds as T
 from .collectives import COMPLETED, MOST_RANKS, UNKNOWN, Calls, Group, Ints, Reached, Record, Table
 from .signatures import POINT_TO_POINT, Agreement, Shapes, Signature, agreement, dtype_name, liberties
+from .watchdogs import words_of_watchdogs
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -49,11 +51,7 @@ class _Reading:
         direct = _without_repeats(direct)
         mixed = frozenset(np.unique(direct.group).tolist())
         status = [each for each in self._capsule.records("ranks") if _status(each)]
-        timeouts = tuple(
-            each
-            for each in self._capsule.records("events")
-            if each.get("kind") in ("collective_timeout", "collective_status")
-        )
+        timeouts = words_of_watchdogs(self._capsule, status)
         # A watchdog's words stand for the call that nothing else shows.
         seen = set(np.unique(np.concatenate([table.group, direct.group])).tolist())
         words = self._of_words(timeouts, seen)
@@ -66,8 +64,8 @@ class _Reading:
         agreements: dict[Agreement, int] = {}
         agreed = [agreements.setdefault(agreement(each, rules), len(agreements)) for each in self._calls]
         speaking = {each["rank"] for each in (*status, *timeouts)}.union(*(_ranks(each) for each in (table, direct)))
-        world = self._world(speaking)
-        named = tuple(self._group(index, world, table) for index in range(len(self._groups)))
+        world, stated = self._world(speaking)
+        named = tuple(self._group(index, world, stated, table) for index in range(len(self._groups)))
         return Calls(
             columns=self._columns,
             words=tuple(self._words),
@@ -85,8 +83,9 @@ class _Reading:
             mixed=mixed,
             written=_written(status, table),
             timeouts=tuple(each for each in timeouts if each.get("kind") == "collective_timeout"),
+            past=tuple(each for each in past_events(self._capsule) if each.get("kind") == "collective_timeout"),
             mismatches=tuple(
-                each for each in self._capsule.records("events") if each.get("kind") == "collective_mismatch"
+                each for each in current_events(self._capsule) if each.get("kind") == "collective_mismatch"
             ),
         )
 
@@ -118,18 +117,22 @@ class _Reading:
                 by_name[name].append(index)
         return same
 
-    def _group(self, index: int, world: int, table: Table) -> Group:
+    def _group(self, index: int, world: int, stated: bool, table: Table) -> Group:
         name, description, ranks = self._groups[index]
+        whole = bool(ranks) or (name == "0" and stated)
         if not ranks:
             taking_part = set(table.rank[table.group == index].tolist())
             ranks = tuple(range(world)) if name == "0" else tuple(sorted(taking_part))
-        return Group(name, description, tuple(each for each in ranks if each < MOST_RANKS))
+        return Group(name, description, tuple(each for each in ranks if each < MOST_RANKS), whole)
 
-    def _world(self, speaking: Iterable[int]) -> int:
+    def _world(self, speaking: Iterable[int]) -> tuple[int, bool]:
+        """The number of ranks, and whether anything states it: else it is that of the highest known, or more."""
         run = self._capsule.manifest.run
         declared = run.world_size if run is not None and run.world_size else 0
+        stated = max(declared, *(ranks[-1] + 1 for name, _, ranks in self._groups if name == "0" and ranks), 0)
         members = [rank for _, _, ranks in self._groups for rank in ranks[-1:]]
-        return min(MOST_RANKS, max(declared, *(each + 1 for each in (*members, *speaking)), 0))
+        known = max(stated, *(each + 1 for each in (*members, *speaking, *(() if stated else self._capsule.ranks))), 0)
+        return min(MOST_RANKS, known), stated == known
 
     # -- calls
 
