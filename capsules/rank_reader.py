@@ -130,12 +130,15 @@ class RankReader:
             return Lines()
         if lines.skipped:
             self._report(name, "has more lines than are read", lost=f"oldest {lines.skipped:,} lines")
+        self._report_bad(name, lines, "line")
         kept = f"{len(lines.records):,} lines"
-        for number, why in lines.bad:
-            self._report(name, why, "the line", kept, at=f"line {number:,}")
         if lines.torn_bytes and not self.live:
             self._report(name, TORN_LINE, f"{lines.torn_bytes:,} bytes", kept)
         return lines
+
+    def _report_bad(self, name: str, lines: Lines, of: str) -> None:
+        for number, why in lines.bad:
+            self._report(name, why, f"the {of}", f"{len(lines.records):,} lines", at=f"{of} {number:,}")
 
     def _table(self, name: str, limit: int) -> Table:
         data, skipped = self._tail(name, limit)
@@ -322,7 +325,10 @@ class RankReader:
 
     def _under_way(self, known: list[Chunk]) -> list[Chunk]:
         """Calls that were written before they were made, and of which nothing more is known."""
-        found = [record for _, record, _ in decode_lines(self._tail(underway.RELATIVE, MAX_LINES_BYTES)[0]).records]
+        lines = underway.in_places(*self._tail(underway.RELATIVE, underway.PLACES * underway.PLACE))
+        if not self.live:  # else a place may be half written right now
+            self._report_bad(underway.RELATIVE, lines, "place")
+        found = [record for _, record, _ in lines.records]
         if not found:
             return []
         for record in found:
