@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from ..finding import Evidence, Finding, Where
 from . import thresholds as T
 from .diagnosis import Diagnosis
@@ -45,16 +47,20 @@ def inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
 
 def _all_that_spoke(capsule: Capsule, found: Diagnosis, wait: Wait, call: str, reason: str) -> Finding:
     """All ranks of which there is evidence are in one call; how many there are is not on record."""
-    who = named_ranks(wait.waiting)
+    who, group = named_ranks(wait.waiting), found.calls.groups[wait.group]
+    untold = UNTOLD if group.name == "0" else f"which ranks belong to {group} is not on record"
+    others = _elsewhere(found, wait)
+    also = "".join(f"; {named_ranks(ranks)} in {other}" for other, ranks in list(others.items())[:4])
     return Finding(
         title=f"{who.capitalize()} are in {call} and it does not end",
-        summary=f"{who.capitalize()} entered {call}{at_site(found.calls, wait.row)}, none left it, and {reason}. "
-        f"{UNTOLD.capitalize()}: a rank that printed nothing may be missing; if there is none, network, device or "
+        summary=f"{who.capitalize()} entered {call}{at_site(found.calls, wait.row)}, none left it, and {reason}{also}. "
+        f"{untold.capitalize()}: a rank that printed nothing may be missing; if there is none, network, device or "
         "driver are left.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), order=wait.seq),
         evidence=(
             Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {brief(call)}"),
+            *(Evidence(name="waiting elsewhere", value=ranks, note=f"in {other}") for other, ranks in others.items()),
             Evidence(name="standstill", value=reason),
         ),
         next=(
@@ -62,6 +68,18 @@ def _all_that_spoke(capsule: Capsule, found: Diagnosis, wait: Wait, call: str, r
             "look for NCCL_DEBUG=INFO lines, Xid errors in the kernel log, link errors (nvidia-smi nvlink -e, ibstat)",
         ),
     )
+
+
+def _elsewhere(found: Diagnosis, wait: Wait) -> dict[str, list[int]]:
+    """Ranks whose watchdog gave up in another call, by that call in words."""
+    calls, known = found.calls, set(wait.waiting)
+    others: dict[str, list[int]] = {}
+    for each in calls.timeouts:
+        row = next((at for at in np.flatnonzero(calls.table.rank == each["rank"]) if calls.table.pending[at]), None)
+        if each["rank"] not in known and row is not None:
+            known.add(each["rank"])
+            others.setdefault(call_words(calls, int(row)), []).append(each["rank"])
+    return others
 
 
 def _not_started(found: Diagnosis, wait: Wait) -> tuple[int, ...]:

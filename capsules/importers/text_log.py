@@ -11,7 +11,7 @@ from ..errors import EvidenceError
 from ..jsonio import decode
 from ..limits import MIB
 from .logs import Log, programs
-from .logs.log import line_numbers
+from .logs.log import line_numbers, machine_names
 from .run import Run
 from .source import Source
 
@@ -60,7 +60,8 @@ def read(source: Source, out: Run) -> None:
     """Every known line, in file order."""
     log = Log(out)
     log.modified, log.named = source.modified, bool(_RANKED.search(source.path.name))
-    log.numbered = line_numbers(source.head.decode("utf-8", "replace"))
+    head = _ANSI.sub(b"", source.head).decode("utf-8", "replace")
+    log.numbered, log.machines = line_numbers(head), machine_names(head)
     known = programs()
     readers = [program.Lines(log) for program in known]
     used = [0] * len(readers)

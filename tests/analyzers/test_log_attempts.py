@@ -111,6 +111,15 @@ class TestNumberOfRanks:
         assert "no rank is missing" not in finding(report, MISSING).summary
         assert "rank 3" in finding(report, COVERAGE).title
 
+    def test_members_of_a_group_that_no_line_lists_may_be_silent(self, read: Read):
+        def of(group: int, text: str) -> str:
+            return text.replace("[PG ID 0 PG GUID 0(default_pg)", f"[PG ID 2 PG GUID {group}(TENSOR)")
+
+        waits = of(5, watchdog(0, 901) + watchdog(1, 901)) + of(7, watchdog(4, 881))
+        found = finding(read(log="world_size=8\n" + steps(1, 9) + waits), MISSING)
+        assert "which ranks belong to group 5 is not on record" in found.summary.lower()
+        assert "rank 4 in all_reduce 881 of group 7" in found.summary
+
     def test_the_watchdog_of_a_rank_that_is_not_the_first_accuses_nobody_below_it(self, read: Read):
         found = finding(read(log=steps(1, 9) + watchdog(1, 121)), MISSING)
         assert "of no other rank there is evidence" in found.summary

@@ -30,6 +30,10 @@ _WRAPPED = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(?:Z|[+-]\d\d:\d\d) )(?:std(?:out|err) [FP] )?|\[pod/[\w./-]{1,300}\] "
     r"|(\((?:[A-Za-z_][\w.()]{0,100} )?pid=\d{1,9}(?:, ip=[\w.:]{1,60})?\)) "
 )
+#: A machine before all of that: pdsh and dshbak ``node02: ``, syslog ``2026-11-30 10:02:11 node02 ``. Its name has a
+#: letter or a dot, and a digit: ``step: `` and ``3: `` are none.
+_NAMED = r"(?=[\d.-]{0,40}[A-Za-z.])(?=[A-Za-z_.-]{0,60}\d)[\w.-]{2,80}"
+_MACHINE = re.compile(rf"({_NAMED}): ?|(\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{{1,9}})?) ({_NAMED}):? ")
 #: What an actor says of its own rank, as Ray Train and torch print it.
 _OWN_RANK = re.compile(r"\[rank=(\d{1,6}), world_size=|\[(?:PG .{1,80}? )?Rank (\d{1,6})\]")
 #: Actors of one log that are told apart.
@@ -82,6 +86,7 @@ class Log:
         rank: who printed the line that is read now; 0 where the line does not say.
         step: the last training step that any line spoke of.
         numbered: whether ``12: `` before a line is its number, as grep -n writes it, and no rank.
+        machines: whether each line begins with the name of the machine that it comes from.
         leader: the program whose lines report training steps; empty before the first.
         told: whether the line, or the file's name, says surely which rank of the job prints.
         anonymous: whether nothing at all says who prints: in the log of several ranks it may be any.
@@ -95,7 +100,7 @@ class Log:
         self.rank = run.rank
         self.step: int | None = None
         self.leader = ""
-        self.numbered = False
+        self.numbered = self.machines = False
         self.told = self.named = self.anonymous = False
         self.attempts = Attempts(run)
         self.modified = 0.0
@@ -166,6 +171,8 @@ class Log:
             line, self._stamp = line[wrapped.end() :], wrapped[1] or ""
             if wrapped[2]:
                 said = self._acted(wrapped[2], line) or said
+        if self.machines and (machine := _MACHINE.match(line)) is not None:
+            line, self._stamp = line[machine.end() :], machine[2] or self._stamp
         while (found := _WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
                 self.rank = int(next(filter(None, found.groups())))
@@ -187,6 +194,13 @@ def line_numbers(head: str) -> bool:
     """Whether the numbers before the lines are those of lines: they only grow, where ranks come again."""
     found = [int(each) for each in _NUMBERED.findall(head)[:50]]
     return len(found) > 2 and found[0] > 0 and all(before < after for before, after in pairwise(found))
+
+
+def machine_names(head: str) -> bool:
+    """Whether the lines begin with names of machines: nearly all do, and with few of them."""
+    lines = [each for each in head.splitlines()[:200] if each.strip()]
+    found = [each[1] or each[3] for each in map(_MACHINE.match, lines) if each is not None]
+    return len(found) >= max(4, 0.9 * len(lines)) and 3 * len(set(found)) <= len(found)
 
 
 def number(text: str) -> float | None:

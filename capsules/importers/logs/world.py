@@ -1,4 +1,4 @@
-"""How many ranks a job has, where a line says so: NCCL's communicators, torchrun, Megatron, and what people print.
+"""How many ranks a job has, where a line says so: NCCL's communicators, torchrun, Lightning, and what people print.
 
 ``… comm 0x55d rank 3 nranks 8 cudaDev …``, ``global_world_sizes=[16, 16]``, ``using world size: 8``, ``WORLD_SIZE=8``.
 A communicator may be of some ranks only, so that the largest number counts.
@@ -15,6 +15,7 @@ NEEDED = b""
 SIGN = b""
 
 _COMMUNICATOR = re.compile(r"\brank \d{1,6} nranks (\d{1,6})\b")
+_MEMBER = re.compile(r"\bGLOBAL_RANK: \d{1,6}, MEMBER: \d{1,6}/(\d{1,6})\b")
 _AGENT = re.compile(r"\bglobal_world_sizes=\[(\d{1,6})\b")
 _STATED = re.compile(
     r"(?P<of>[\w-]{0,40}[ _-])?\b(?:world[ _-]?size|WORLD_SIZE|World[ _]?[Ss]ize)\b"
@@ -28,7 +29,7 @@ class Lines:
     """Reads them, and states at the end the largest number."""
 
     open = False
-    marks = (b" nranks ", b"orld_size", b"orld size", b"WORLD_SIZE", b"orldSize", b"orld Size")
+    marks = (b" nranks ", b"orld_size", b"orld size", b"WORLD_SIZE", b"orldSize", b"orld Size", b"MEMBER: ")
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -36,7 +37,7 @@ class Lines:
 
     def take(self, line: str) -> bool:
         """Use one line."""
-        found = _COMMUNICATOR.search(line) or _AGENT.search(line)
+        found = _COMMUNICATOR.search(line) or _AGENT.search(line) or _MEMBER.search(line)
         if found is None:
             found = next((each for each in _STATED.finditer(line) if not _PART.search(each["of"] or "")), None)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llmconsole.capsules.importers.logs.log import machine_names
 
 from .conftest import Imports
 
@@ -118,6 +119,7 @@ class TestWorld:
             "export WORLD_SIZE=8",
             "  global_world_sizes=[8, 8, 8, 8]",
             "[rank0]: world_size=8 rank=0",
+            "Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8",
             "{'RANK': '0', 'WORLD_SIZE': '8'}",
         ],
     )
@@ -132,3 +134,29 @@ class TestWorld:
     def test_that_of_a_part_is_none(self, imported: Imports, line: str):
         capsule = imported(f"{steps(1, 3)}{line}\n")
         assert capsule.manifest.run is None or capsule.manifest.run.world_size is None
+
+
+class TestMachines:
+    RAISED = "[rank5]: Traceback (most recent call last):\n[rank5]: ValueError: bad row\n"
+
+    @pytest.mark.parametrize(
+        "before", ["node02: ", "10.0.0.2: ", "worker-1: ", "gpu7.cluster:", "2026-11-01 07:00:00 n2 "]
+    )
+    def test_the_name_of_a_machine_before_each_line_is_taken_off(self, imported: Imports, before: str):
+        text = "".join(f"{before}{line}\n" for line in (steps(1, 9) + self.RAISED).splitlines())
+        capsule = imported(text)
+        (found,) = (each for each in capsule.records("events") if each["kind"] == "exception")
+        assert (found["rank"], found["step"], found["message"]) == (5, 9, "bad row")
+
+    @pytest.mark.parametrize(
+        "lines",
+        [
+            [f"step: {step} loss: 2.5" for step in range(9)],
+            [f"it{step}: loss 2.5" for step in range(9)],
+            [f"{rank}: step 1 loss 2.5" for rank in range(9)],
+            [f"2026-11-01 07:00:00 INFO step {step}" for step in range(9)],
+            ["n7: up", "n7: down", *(f"step {step} loss 2.5" for step in range(9))],
+        ],
+    )
+    def test_words_numbers_and_single_lines_are_no_machines(self, lines: list[str]):
+        assert not machine_names("\n".join(lines))
