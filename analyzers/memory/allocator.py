@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 #: Where frames of libraries lie; the line that a person can change is the first one outside.
 _LIBRARY: Final = re.compile(r"(?:site|dist)-packages/|/torch/|/lib/python3|^<frozen|\.(?:so|cpp|cc|h|cu)\b|^$")
+_BENEATH: Final = re.compile(
+    r"/torch/|/lib/python3[.\d]*/(?!(?:site|dist)-packages)|^<frozen|\.(?:so|cpp|cc|h|cu)\b|^$"
+)
+#: Functions at which a script begins.
+_STARTS: Final = ("<module>", "main")
 _BACKWARD_CALL: Final = re.compile(r"torch/(?:_tensor|autograd/__init__)\.py$")
 #: Snapshots among a recording's files that are read, and the bytes of one.
 _MOST_SNAPSHOTS, _MOST_BYTES = 16, 4 << 30
@@ -117,15 +122,20 @@ def of_devices(capsule: Capsule, history: History, others: int) -> str:
 
 
 def own_frame(history: History, stack: int) -> str:
-    """``function file:line`` of the innermost frame outside of libraries, else of the innermost one."""
+    """``function file:line`` of the line of a stack that a person can change; see ``place``."""
     return place(history.stacks.of(stack))
 
 
 def place(frames: Sequence[tuple[str, str, int]]) -> str:
-    """``function file:line`` of the innermost of frames (function, file, line) outside of libraries, else of all."""
+    """``function file:line`` of the innermost of frames (function, file, line) outside of libraries, else of all.
+
+    Where only the script's start is outside of them, a library runs the job: then the innermost one beyond torch.
+    """
     if not frames:
         return "an unrecorded stack"
-    name, file, line = next((each for each in frames if is_own(each[1])), frames[0])
+    beyond = next((each for each in frames if is_beyond_torch(each[1])), frames[0])
+    own = next((each for each in frames if is_own(each[1]) and each[0] not in _STARTS), beyond)
+    name, file, line = own
     where = "/".join(file.split("/")[-2:]) + (f":{line}" if line else "")
     return " ".join(each for each in (name, where) if each)
 
@@ -135,13 +145,18 @@ def is_own(file: str) -> bool:
     return _LIBRARY.search(file) is None
 
 
-def own_lines(stacks: Stacks) -> Array:
-    """For each stack the number of the frame that is its innermost line of the program; int64[S].
+def is_beyond_torch(file: str) -> bool:
+    """Whether a file is neither torch's nor Python's own: the program's, or that of a model or trainer library."""
+    return _BENEATH.search(file) is None
+
+
+def lines(stacks: Stacks) -> Array:
+    """For each stack the number of the frame that is its innermost line beyond torch; int64[S].
 
     A stack without one has a number below zero of its own.
     """
-    own = np.array([is_own(file) for _, file, _ in stacks.frames], np.bool_)
-    places = np.flatnonzero(own[stacks.members]) if len(own) else np.zeros(0, np.int64)
+    beyond = np.array([is_beyond_torch(file) for _, file, _ in stacks.frames], np.bool_)
+    places = np.flatnonzero(beyond[stacks.members]) if len(beyond) else np.zeros(0, np.int64)
     first = np.append(places, len(stacks.members))[np.searchsorted(places, stacks.starts[:-1])]
     has = first < stacks.starts[1:]
     return np.where(has, np.append(stacks.members, 0)[np.where(has, first, -1)], -1 - np.arange(len(stacks)))

@@ -11,10 +11,21 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from ..registry import NotJudged, rule
 from ..series import Floats
+from .allocator import located, of_devices
+from .evaluation_trace import Kept, holds_evaluations, kept
 from .evaluations import Levels, levels
 from .oom import Failure, failures, gib
 from .records import positive, whole
-from .thresholds import EVAL_BYTES, EVAL_COPIES, EVAL_FIT, EVAL_POINTS, EVAL_RISE, EVAL_RISING, EVAL_TRAINING
+from .thresholds import (
+    EVAL_BATCHES,
+    EVAL_BYTES,
+    EVAL_COPIES,
+    EVAL_FIT,
+    EVAL_POINTS,
+    EVAL_RISE,
+    EVAL_RISING,
+    EVAL_TRAINING,
+)
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -40,7 +51,10 @@ class _Outputs:
     "memory/eval-graph",
     stage="runtime",
     severity="warning",
-    needs=("records.memory|scalars.memory_allocated|scalars.memory_reserved|scalars.memory_peak|records.events",),
+    needs=(
+        "records.memory|scalars.memory_allocated|scalars.memory_reserved|scalars.memory_peak|records.events"
+        "|tensors.allocator/action|files.snapshot",
+    ),
     cases=("out-of-memory-after-hours",),
 )
 def eval_graph(capsule: Capsule) -> Iterator[Finding]:
@@ -48,7 +62,9 @@ def eval_graph(capsule: Capsule) -> Iterator[Finding]:
 
     What it checks:
         Measurements of memory inside passes of evaluation (records of the phase eval, or curves by the times of
-        eval_begin and eval_end) beside those of training; whether gradients were enabled; the bytes of the logits.
+        eval_begin and eval_end) beside those of training; whether gradients were enabled; the bytes of the logits. In
+        an allocator's trace, blocks of the last evaluation, known by the functions of its stacks, that stay with each
+        batch. In a log, the frames of a failure.
     Why it matters:
         Logits of a large vocabulary are gigabytes a batch. A loop that collects them for a metric, or that keeps their
         graph, runs out of memory at the first evaluation, hours into the run.
@@ -56,8 +72,13 @@ def eval_graph(capsule: Capsule) -> Iterator[Finding]:
         The level rises in at least 80 % of three or more steps of a pass, by 5 % and 16 MiB in all, and training does
         not rise like it. Collected outputs: the rise a batch is B·T·V·bytes, once to three times (concatenating
         copies), or the rise of the pass is that of all its rows. A graph: gradients were enabled. Likely; undetermined
-        where neither is on record. A failure in evaluation counts too, with gradients enabled (likely), or where the
-        logits of all its rows exceed the device (undetermined).
+        where neither is on record. A failure in evaluation counts too, with gradients enabled or where it joins the
+        outputs of its batches (likely), or where the logits of all its rows exceed the device (undetermined).
+        Trace: over 8 batches or more, between two steps of training or behind the last one, stacks keep 80 % of what
+        they make, or join it to what they have, 16 MiB and 5 % of the level in all. A graph: half of the lines of the
+        forward pass stay, and two or more. Outputs: a third of them at most. Outputs that one evaluation collects
+        without a failure are a remark, since they may be given back at its end. Undetermined where the batches may be
+        the layers of one, or a store by its name.
     Looks like it but is not:
         A larger batch in evaluation (a higher level that stays), a level that rises in training as well (a leak), the
         first batch of a pass, generation with a key-value cache that is given back.
@@ -71,7 +92,8 @@ def eval_graph(capsule: Capsule) -> Iterator[Finding]:
     enabled = [each for each in capsule.records("events") if each.get("kind") == "eval_begin"]
     enabled = [each for each in enabled if each.get("grad_enabled") is True]
     out = [each for each in failures(capsule) if (each.phase or "").lower().startswith(("eval", "valid"))]
-    if not found and not out:
+    traced = kept(capsule)
+    if not found and not out and not holds_evaluations(capsule):
         raise NotJudged("memory measured inside an evaluation: records of the phase eval, or curves with times")
     outputs = _outputs(capsule)
     for each in found:
@@ -79,8 +101,91 @@ def eval_graph(capsule: Capsule) -> Iterator[Finding]:
         if rise is not None:
             yield _finding(each, rise, outputs, bool(enabled))
             return
-    if out and (enabled or _exceeds(outputs, out[0])):
+    if traced is not None:
+        yield _traced(capsule, traced, outputs)
+        return
+    joins = next((each for each in out if each.collects is not None), None)
+    if joins is not None:
+        yield _joined(joins, outputs)
+    elif out and (enabled or _exceeds(outputs, out[0])):
         yield _failed(out[0], bool(enabled), outputs)
+
+
+#: What is kept of the batches of an evaluation: why, and what helps.
+_GRAPH_KEPT: Final = ("what is kept of each batch keeps its graph", "torch.no_grad() or inference_mode around it")
+_COLLECTED: Final = (
+    "the outputs of every batch are kept on the device until the evaluation ends",
+    "reduce logits before they are collected (arg-max, or the loss of each row): preprocess_logits_for_metrics in the "
+    "Hugging Face trainer",
+    "move them to the host as they come: .cpu(), eval_accumulation_steps in the Hugging Face trainer",
+)
+
+
+def _traced(capsule: Capsule, found: Kept, outputs: _Outputs) -> Finding:
+    each = found.size / found.batches
+    lines = f"{len(found.stacks)} stacks, {found.place} first" if len(found.stacks) > 1 else found.place
+    words = (
+        f"An evaluation keeps {gib(found.size)} in {len(found.blocks):,} blocks of {lines}: {gib(each)} a batch over "
+        f"{found.batches:,} batches, from {gib(found.start)} on"
+    )
+    words += ", until the device is full." if found.failed else "."
+    cause, fix = None, _GRAPH_KEPT[1:] + _COLLECTED[1:]
+    if found.what == "graph":
+        words += " Most of what the forward pass makes stays: its graph is kept."
+        cause, *fix = _GRAPH_KEPT
+    elif found.what == "outputs":
+        words += " The rest of each batch is given back: outputs are collected."
+        cause, *fix = _COLLECTED
+        if _copies(each, outputs.batch) == 1:
+            words += f" Logits of a batch are {gib(outputs.batch)} ({outputs.words})."
+    if found.given_back:
+        words += " They are given back afterwards."
+    if found.passes > 1:
+        words += f" Those of {found.passes} evaluations are still there."
+    if not found.sure:
+        words += " They may be layers of one batch, or a store that fills up." if cause else ""
+        cause = None
+    lawful = found.what == "outputs" and found.sure and not found.failed and found.passes == 1
+    return Finding(
+        severity="info" if lawful else None,
+        confidence="likely" if cause else "undetermined",
+        title="An evaluation collects outputs" if lawful else "Memory rises in evaluation only",
+        summary=words + of_devices(capsule, found.history, 1),
+        where=located(capsule, found.rank),
+        evidence=(
+            Evidence(name="kept in evaluation", value=found.size, expected=0, unit="B", note=found.place),
+            Evidence(name="blocks that are kept", value=len(found.blocks), expected=0),
+            Evidence(name="batches", value=found.batches, expected=f"< {EVAL_BATCHES}"),
+            Evidence(name="kept a batch", value=round(each), expected=outputs.batch or 0, unit="B"),
+            Evidence(name="allocated before it", value=found.start, unit="B"),
+            *_predicted(outputs),
+        ),
+        cause=cause,
+        next=("run the same evaluation under torch.no_grad(), and without its metric",),
+        fix=tuple(fix),
+    )
+
+
+def _joined(failure: Failure, outputs: _Outputs) -> Finding:
+    return Finding(
+        severity="info" if failure.caught else None,
+        confidence="likely",
+        title="Out of memory in evaluation",
+        summary=(
+            f"The device ran out of memory where an evaluation joins the outputs of its batches ({failure.collects}): "
+            f"{gib(failure.requested)} were asked for, {gib(failure.allocated)} are in use. What is collected grows "
+            "with every batch."
+        ),
+        where=Where(step=failure.step, rank=failure.rank),
+        evidence=(
+            Evidence(name="requested", value=failure.requested, unit="B", note=failure.collects or ""),
+            Evidence(name="allocated", value=failure.allocated, unit="B"),
+            *_predicted(outputs),
+        ),
+        cause=_COLLECTED[0],
+        next=("log the allocated bytes after each batch of an evaluation, with the metric and without",),
+        fix=_COLLECTED[1:],
+    )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _MIB = 1 << 20
     stage="runtime",
     severity="warning",
     needs=("records.events",),
-    explained_by=("memory/leak", "memory/logged-tensors"),
+    explained_by=("memory/eval-graph", "memory/leak", "memory/logged-tensors"),
     cases=("out-of-memory-after-hours",),
 )
 def fragmentation(capsule: Capsule) -> Iterator[Finding]:

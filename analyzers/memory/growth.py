@@ -11,7 +11,7 @@ import numpy as np
 
 from ...capsules.allocator import Array, Blocks, History
 from ..finding import Evidence
-from .allocator import MOST_STACKS, Steps, afterwards, alike, own_frame, own_lines, steps
+from .allocator import MOST_STACKS, Steps, afterwards, alike, lines, own_frame, steps
 from .names import is_collected, is_store
 from .records import gib
 from .thresholds import (
@@ -36,7 +36,7 @@ class Growth:
     """A line whose live blocks become more, step after step, up to the instant looked at.
 
     Attributes:
-        stacks: numbers of the stacks of which it is the innermost line of the program, those with most blocks first.
+        stacks: numbers of the stacks of which it is the innermost line beyond torch, those with most blocks first.
         count, size: its live blocks, and their bytes.
         typical: the usual size of one block.
         alike: share of blocks that have it, but for what a large one keeps beyond what was asked for.
@@ -178,19 +178,19 @@ def _joined(history: History, parts: list[_Grown]) -> Growth:
 def _growing(history: History, at: int, passed: Steps) -> Iterator[_Grown]:
     """Stacks that grow, and lines that do where none of their stacks does alone: each layer has its turn, say."""
     live = history.live(at)
-    lines = own_lines(history.stacks)
+    line_of = lines(history.stacks)
     # Without stacks, blocks of one size stand for what one line of code makes.
     by_stack = np.where(live.stack > 0, live.stack << 44, live.size)
     found: set[int] = set()
     for mine in _most(live, by_stack):
         stack = int(mine.stack[0])
-        line = int(lines[stack]) if stack > 0 else -(len(lines) + 1 + int(mine.size[0]))
+        line = int(line_of[stack]) if stack > 0 else -(len(line_of) + 1 + int(mine.size[0]))
         if (grown := _grown(history, mine, line, passed, of_size=stack <= 0)) is not None:
             found.add(line)
             yield grown
-    by_line = lines[live.stack]
+    by_line = line_of[live.stack]
     for mine in _most(live.where(by_line >= 0), by_line[by_line >= 0]):
-        line = int(lines[mine.stack[0]])
+        line = int(line_of[mine.stack[0]])
         if line in found or (mine.stack == mine.stack[0]).all():
             continue
         if (grown := _grown(history, mine, line, passed, of_size=False)) is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from .allocator import is_own
+from .allocator import is_beyond_torch, is_own, place
+from .records import mappings, whole
 
 if TYPE_CHECKING:
     from ...capsules.allocator import History
@@ -26,7 +27,7 @@ _LOGS: Final = re.compile(
 )
 #: Functions of an evaluation: of the program by a word of their name, of a library by the whole of it.
 _EVALUATES: Final = re.compile(
-    r"(?<![a-z])(?:eval(?:uat(?:e|ion|or|ing))?|valid(?:at(?:e|ion|ing))?|val|test)(?![a-z])"
+    r"(?<![a-z])(?:eval(?:uat(?:e|ion|or|ing))?|valid(?:at(?:e|ion|ing))?|val)(?![a-z])|^test(?:_step|_epoch|_loop)?$"
 )
 _EVALUATION: Final = re.compile(
     r"_?(?:evaluate|evaluation_loop|evaluation_step|eval_step|prediction_loop|prediction_step|validate"
@@ -34,16 +35,20 @@ _EVALUATION: Final = re.compile(
 )
 #: Functions that make text token by token, with a cache that grows in a lawful way.
 _GENERATES: Final = re.compile(r"generat|decode|sample_token|beam_search", re.I)
+#: Functions that join what the batches gave, and what only one batch's ranks gave; a container of the former.
+_JOINS: Final = re.compile(r"(?<![a-z])(?:concat(?:enate)?|cat|collect\w*|append|accumulate)(?![a-z])")
+_OF_RANKS: Final = re.compile(r"distributed|gather|across_processes")
+_CONTAINER: Final = re.compile(r"transformers/trainer_pt_utils\.py$")
 
 
 def is_value(history: History, stack: int) -> bool:
-    """Whether the names along a stack, up to the program's own line, are those of a loss, a metric or a log."""
+    """Whether the names along a stack, up to its innermost line beyond torch, are of a loss, a metric or a log."""
     for name, file, _ in history.stacks.of(stack):
-        own = is_own(file)
+        beyond = is_beyond_torch(file)
         said = (name, file.rpartition("/")[2].partition(".")[0])
-        if any(_VALUE.search(each) or (own and _LOGS.search(each)) for each in said):
+        if any(_VALUE.search(each) or (beyond and _LOGS.search(each)) for each in said):
             return True
-        if own:
+        if beyond:
             break
     return False
 
@@ -71,3 +76,29 @@ def generates(history: History, stack: int) -> bool:
     if history.stacks.category_of(stack) == "kv_cache":
         return True
     return any(_GENERATES.search(name) for name, _, _ in history.stacks.of(stack))
+
+
+def collecting(frames: Any) -> str | None:
+    """The line (``function file:line``) at which an evaluation joins the outputs of its batches, by an error's frames.
+
+    Args:
+        frames: records {name, file, line}, innermost first, or whatever stands there.
+
+    Returns:
+        The innermost line that says so by the names along the stack; None where a forward pass, or nothing, does.
+    """
+    within = [
+        (str(each.get("name") or ""), str(each.get("file") or ""), whole(each.get("line")) or 0)
+        for each in mappings(frames)
+    ]
+    ends = next((at for at, (name, file, _) in enumerate(within) if evaluates(name, file)), None)
+    inner = within[:ends] if ends is not None else []
+    if any(name in ("forward", "_call_impl") or _OF_RANKS.search(name) for name, _, _ in inner):
+        return None
+    joins = (
+        at
+        for at, (name, file, _) in enumerate(inner)
+        if _JOINS.search(name) or (name == "add" and _CONTAINER.search(file))
+    )
+    first = next(joins, None)
+    return None if first is None else place(inner[first : first + 1])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
 
+from .names import collecting
 from .processes import Other, sorted_out
 from .records import capacities, gib, largest_free_blocks, number, positive, segment_for, whole
 from .thresholds import (
@@ -58,7 +59,8 @@ class Failure:
 
     ``own`` is everything this process has on the device, ``outside`` the part of it that PyTorch's allocator did not
     hand out, ``allowed`` a limit that the job set itself. ``segment`` is what the driver was asked for, where that is
-    more than what the job asked for. ``caught``: the rank reported a later step, so it went on.
+    more than what the job asked for. ``caught``: the rank reported a later step, so it went on. ``collects``: the line
+    at which an evaluation joins the outputs of its batches, where that is what failed.
     """
 
     step: int | None
@@ -81,6 +83,7 @@ class Failure:
     others: tuple[Other, ...]
     largest_free: int | None
     caught: bool
+    collects: str | None = None
 
     @property
     def idle(self) -> int | None:
@@ -352,6 +355,7 @@ def _failures(capsule: Capsule) -> Iterator[Failure]:
             allowed=round(float(allowed[1]) * _UNITS[allowed[2]]) if allowed else None,
             others=others,
             largest_free=_first(event.get("largest_free_block"), blocks.get((rank or 0, step)), blocks.get(rank or 0)),
+            collects=collecting(event.get("frames")),
             caught=_went_on(step, number(event.get("t")), ends.get(rank or 0) or ends.get(None)),
         )
 

@@ -81,6 +81,12 @@ USUAL_RANKS = 8
 EVAL_POINTS, EVAL_RISING, EVAL_RISE, EVAL_BYTES = 4, 0.8, 0.05, 16 << 20
 #: Copies of the collected logits that concatenation makes, and how near the rise must be to that many.
 EVAL_COPIES, EVAL_FIT = (1, 2, 3), 0.1
+#: The same in a trace: batches, and the share of its blocks that a stack must keep.
+EVAL_BATCHES, EVAL_KEPT = 8, 0.8
+#: Share of the lines of the forward pass that stay: up to it outputs are collected, from the second on it is a graph.
+OUTPUTS_SHARE, GRAPH_SHARE = 0.34, 0.5
+#: Allocations of one stack in an evaluation, up to which it does not come round.
+REPEATED = 2
 #: Share of that rise which training may have, too.
 EVAL_TRAINING = 0.5
 

@@ -224,6 +224,22 @@ class TestWhatAValueKeepsAndWhatOnlyGrows:
         assert finding.confidence == "likely"
         assert "train.py:77: 1 a step over 20 steps" in finding.summary
 
+    def test_a_line_of_a_model_that_a_trainer_calls_for_its_loss_is_no_loss(self, tmp_path: Path):
+        """All stands beneath compute_loss and training_step; the line that counts is the innermost beyond torch."""
+        trainer = tuple(
+            f"{name} /site-packages/transformers/trainer.py:{line}"
+            for name, line in (("compute_loss", 3800), ("training_step", 3700))
+        )
+        hidden = stack("forward /site-packages/transformers/models/llama/modeling_llama.py:900", *trainer, LOOP[1])
+        capsule = imported(tmp_path, self.job(20, lambda a, at: a.malloc(2 * MIB, hidden)))
+        assert says(LOGGED, capsule) == []
+        [finding] = says(LEAK, capsule)
+        assert "modeling_llama.py:900" in finding.summary  # and not the script's line that starts the trainer
+        loss = stack("mse_loss /site-packages/torch/nn/functional.py:3900", *trainer, LOOP[1])
+        capsule = imported(tmp_path, self.job(20, lambda a, at: a.malloc(2 * MIB, loss)), name="loss.pickle")
+        [finding] = says(LOGGED, capsule)
+        assert "compute_loss transformers/trainer.py:3800" in finding.summary
+
     def test_a_hook_of_every_layer_is_counted_with_all_its_stacks(self, tmp_path: Path):
         hooks = [
             stack("hook /home/me/probe.py:18", f"forward /home/me/model.py:{line}", *LOOP) for line in range(40, 46)
