@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from .attempts import current_events, past_events
+from .call_sites import call_site
 from .finding import Evidence, Finding, Where
 from .memory.oom import is_device_failure, is_host_failure
 from .registry import NotCaptured, rule
@@ -37,6 +38,7 @@ GONE: Final = re.compile(
     r"(?:closed|reset|aborted) by (?:remote )?peer|peer closed|broken pipe|ncclRemoteError|remote process",
     re.IGNORECASE,
 )
+_PEER: Final = re.compile(r"remote peer ([\w.-]{1,100})<\d")
 _BETWEEN_RANKS: Final = re.compile(r"gloo|nccl|c10|TCPStore|process ?group|DistBackendError", re.IGNORECASE)
 _LAUNCHED: Final = SECONDARY - {"KeyboardInterrupt", "SystemExit"}
 #: How a launcher or a person ends a rank, in an exit, and how a scheduler says that it ends the job.
@@ -161,11 +163,18 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
         where=Where(step=reached, rank=_rank(error)),
         evidence=(
             Evidence(name="error", value=_short(f"{kind}: {message}", 600), expected="none"),
+            *_raised_at(error),
             *(Evidence(name="before it", value=_short(line, 300)) for line in lines[:_MOST_LINES]),
             Evidence(name="errors in the log", value=count, expected=0),
         ),
         next=("read the lines above the first error in the log of this rank",),
     )
+
+
+def _raised_at(error: Mapping[str, Any]) -> tuple[Evidence, ...]:
+    """The line of the job that raised, and those that led there."""
+    site = call_site(error)
+    return (Evidence(name="raised at", value=site[0], note=" < ".join(site[1:4])),) if site else ()
 
 
 def _silent_end(capsule: Capsule, errors: list[dict[str, Any]]) -> Finding | None:
@@ -177,6 +186,8 @@ def _silent_end(capsule: Capsule, errors: list[dict[str, Any]]) -> Finding | Non
         for rank, end in exits.items()
         if end.get("kind") in ("exception", "signal") and rank not in said and not _STOPPED.search(_message(end))
     }
+    heard = min((_time(exits[rank]) for rank in said if rank in exits), default=math.inf)
+    own = own if min(map(_time, own.values()), default=math.inf) <= heard else {}
     stopped = any(_CANCELLED.search(_message(each)) for each in current_events(capsule) if each.get("kind") == "log")
     if not own or stopped:
         return None
@@ -261,7 +272,7 @@ def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
         "The launcher names no other failure and had nobody left to stop: the other ranks of its node had ended "
         "before, without an error"
         if alone
-        else "What ended the other rank is not in this log"
+        else f"What ended the other rank{_at_host(error)} is not in this log"
     )
     return Finding(
         confidence="undetermined",
@@ -280,6 +291,12 @@ def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
         ),
         fix=("give every rank the same number of steps, or join(): uneven inputs",) if alone else (),
     )
+
+
+def _at_host(error: Mapping[str, Any]) -> str:
+    """The machine of a peer that was lost, where NCCL names it: ``… closed by remote peer node03<43210>``."""
+    found = _PEER.search(_message(error))
+    return f", on {found[1]}," if found is not None else ""
 
 
 def _follows(error: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..call_sites import call_site
 from .signatures import Agreement, Signature
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ UNKNOWN = -1
 COMPLETED = 2
 #: Ranks that a view spans at most: evidence may claim any number.
 MOST_RANKS = 16_384
-#: Path parts of frames that are the library's own and no call site.
-_LIBRARY = ("/torch/", "torch/distributed/", "torch/nn/parallel", "c10d_logger", "/importlib/", "<frozen")
 
 
 @dataclass(frozen=True)
@@ -160,10 +159,3 @@ class Calls:
         ends = [*new[1:].tolist(), len(group)]
         keys = zip(group[new].tolist(), rank[new].tolist(), strict=True)
         return dict(zip(keys, zip(new.tolist(), ends, strict=True), strict=False)), self.table.seq.tolist()
-
-
-def call_site(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Frames of a record outside the library, innermost first; the innermost of all where there are no others."""
-    frames = [each for each in record.get("frames") or () if isinstance(each, dict)]
-    own = [each for each in frames if not any(part in str(each.get("file") or "") for part in _LIBRARY)]
-    return tuple(f"{each.get('file')}:{each.get('line')} in {each.get('name')}" for each in (own or frames[:1])[:8])

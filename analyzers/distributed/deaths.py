@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ..attempts import current_events
+from ..call_sites import call_site
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
 from ..runtime import GONE, SECONDARY
 from . import thresholds as T
-from .collectives import call_site
 from .diagnosis import Diagnosis, diagnosis
 from .sizes import size_events
 from .standstill import GAVE_UP, STOPPED, last_exits
@@ -27,6 +27,8 @@ _FATAL_LINE: Final = re.compile(
     r"|oom[-_ ]kill|Killed process|illegal memory access|unspecified launch failure|Bus error|SIGBUS",
     re.IGNORECASE,
 )
+#: How a process ends that aborts itself, as one does whose watchdog gave up.
+_ABORTED: Final = re.compile(r"SIGABRT|exit code (?:-6|134)\b")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     exits = last_exits(capsule)
     known = found.calls.spoke | set(exits) | set(capsule.ranks) | {each.rank for each in deaths}
     affected = _affected(capsule, found, exits, {each.rank for each in deaths})
-    gave_up = _first_timeout(found)
+    gave_up = min(
+        (each for each in (_first_timeout(found), _first_lost(exits, gone)) if each is not None), default=None
+    )
     own = [each for each in deaths if each.t is None or gave_up is None or each.t <= gave_up + T.CLOCK_S]
     everyone = len(known | set(range(found.calls.world)))
     if not own or not affected or 2 * len({each.rank for each in own}) > max(2, everyone):
@@ -142,7 +146,7 @@ def _deaths(capsule: Capsule, gave_up: set[int], gone: set[int]) -> list[Death]:
     ends = {rank: end["t"] for rank, end in exits.items() if isinstance(end.get("t"), int | float)}
 
     def take(rank: int, kind: str, words: str, t: Any, step: Any, site: tuple[str, ...] = ()) -> None:
-        if GAVE_UP.search(words) is not None or (kind == "signal" and rank in gave_up and "SIGABRT" in words):
+        if GAVE_UP.search(words) is not None or (kind == "signal" and rank in gave_up and _ABORTED.search(words)):
             return
         alone = rank in ends and all(ends[rank] < end for other, end in ends.items() if other != rank)
         if STOPPED.search(words) is not None and not (kind == "signal" and alone and len(ends) > 1):
@@ -220,6 +224,12 @@ def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any
         if died & {*wait.absent, *wait.silent}:
             affected |= dict.fromkeys(wait.waiting, "waits in a call that the dead rank has not entered")
     return {rank: how for rank, how in affected.items() if rank not in died}
+
+
+def _first_lost(exits: dict[int, dict[str, Any]], gone: set[int]) -> float | None:
+    """When the first rank ended that says only that another one was gone, Unix seconds; None where no time is known."""
+    times = [exits[rank]["t"] for rank in gone if rank in exits and isinstance(exits[rank].get("t"), int | float)]
+    return min(times, default=None)
 
 
 def _first_timeout(found: Diagnosis) -> float | None:

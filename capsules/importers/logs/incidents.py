@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from .collectives import Collectives, Frame, sizes
+from .last_words import LastWords
 from .launcher import Launcher
 from .log import Log
 from .out_of_memory import parsed, phase_of
@@ -42,7 +43,6 @@ _SIGNS = (
     "srun: error",
     "Segmentation fault",
     "Bus error",
-    "Fatal Python error",
     "received SIGTERM",
     "Sending process",
     "death signal, shutting down workers",
@@ -129,12 +129,14 @@ class Lines:
         self._unclaimed: list[dict[str, Any]] = []  # events of lines that nothing says the rank of
         self._speakers: set[int] = set()
         self._thrown: dict[int, str] = {}
+        self._words = LastWords(log)
+        self._torn: list[tuple[int | None, dict[str, Any]]] = []  # errors of teardown, and whose they are
         self._errors = 0
 
     @property
     def open(self) -> bool:
-        """Whether a traceback has begun, or the stack of a collective."""
-        return bool(self._traces) or self._collectives.listing
+        """Whether a traceback has begun, the stack of a collective, or what a process says at its end."""
+        return bool(self._traces) or self._collectives.listing or self._words.open
 
     def take(self, line: str) -> bool:
         """Use one line."""
@@ -160,7 +162,7 @@ class Lines:
             self._oom(line, memory, None, "")
             if "NCCL WARN" not in line:
                 return True
-        if self._launcher.take(line) or self._uncaught(line):
+        if self._launcher.take(line) or self._uncaught(line) or self._torn_down(line):
             return True
         speaker, unclaimed = self._collectives.take(line), False
         if speaker is None and any(sign in line for sign in _SIGNS):
@@ -190,6 +192,12 @@ class Lines:
                 self._launcher.ran_out(rank)
             self._log.attempts.event("oom", self._log.home if rank is None else rank, **entry)
         self._killed.clear()
+        for rank, event in self._torn:
+            if rank is None:
+                self._claim(event)
+            else:
+                self._failed(rank, None, event)
+        self._torn.clear()
         self._settle()
         self._launcher.close(self._collectives.timed_out)
         self._collectives.close()
@@ -210,6 +218,23 @@ class Lines:
             self._claim({"kind": "exception", **event})
         else:
             self._failed(self._log.rank, None, event)
+        return True
+
+    def _torn_down(self, line: str) -> bool:
+        """What a process says as it is torn down, over several lines; it is complete at the end of the log."""
+        if self._words.open and self._words.goes_on(line):
+            return True
+        if (event := self._words.begins(line)) is None:
+            return False
+        named = _NCCL_RANK.search(line) if not self._log.told else None
+        rank = int(named[1] or named[2]) if named else None if self._log.anonymous else self._log.rank
+        event |= {"kind": "exception", "attempt": self._log.attempts.number, "order": self._errors}
+        self._errors += 1
+        self._log.attempts.stopped()
+        if len(self._torn) < _MOST_UNCLAIMED and self._new(
+            -1 if rank is None else rank, event["type"], event["message"]
+        ):
+            self._torn.append((rank, event))
         return True
 
     def _failed(self, rank: int, told: bool | None, event: dict[str, Any]) -> None:
@@ -238,10 +263,13 @@ class Lines:
             rank, home = self._launcher.rank_of(event.get("pid")), self._log.home
             killed = event.get("type") == "OOM killer"
             launcher = str(event.get("type") or "").rpartition(".")[2] in _LAUNCHERS
-            if rank is None and event["kind"] != "log" and not (killed or launcher) and len(failed) == 1:
+            torn = str(event.get("type")).startswith(("Fatal Python", "NCCL error"))
+            if rank is None and event["kind"] != "log" and not (killed or launcher or torn) and len(failed) == 1:
                 rank = failed[0]
             if "::" in str(event.get("type")) and len(aborted) == 1:
                 rank = aborted[0]
+            if str(event.get("type")).startswith("Fatal Python") and rank is None and len(self._launcher.faulted) == 1:
+                rank = self._launcher.faulted[0]
             told = False if several and rank is None and not launcher else None
             if event["kind"] == "oom" and not killed and told is None:
                 self._launcher.ran_out(home if rank is None else rank)

@@ -14,6 +14,7 @@ _FIELD = re.compile(r"^\s{1,20}(?=[a-z ]{10}: )(rank|exitcode|host|time) {2,6}: 
 _RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
 _PID = re.compile(r"\(pid: (\d{1,18})\)")
 _EXIT = re.compile(r"(-?\d{1,6})\b(?:.*\((SIG[A-Z0-9]{1,12})\))?")
+_FAULTS = (-4, -6, -7, -8, -11, 132, 134, 135, 136, 139)
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[_ T](\d\d):(\d\d):(\d\d)")
 
 
@@ -57,6 +58,11 @@ class Launcher:
     def aborted(self) -> tuple[int, ...]:
         """The ranks that ended by SIGABRT, as an error of C++ does that nobody catches."""
         return tuple(rank for rank, said in self._exits.items() if said.get("code") in (-6, 134))
+
+    @property
+    def faulted(self) -> tuple[int, ...]:
+        """The ranks that ended by a signal of their own fault: SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT."""
+        return tuple(rank for rank, said in self._exits.items() if said.get("code") in _FAULTS)
 
     def take(self, line: str) -> bool:
         """Use one line of a summary."""
