@@ -79,10 +79,10 @@ def _plan(capsule: Capsule) -> Plan:
         "training.optimizer.name": _optimizer(training),
     }
     missing = [name for name, value in needed.items() if not value]
-    precisions = _precisions(capsule)
+    sharded = _sharding(capsule)
+    precisions = _precisions(capsule, whole=sharded is None or sharded[0] < 3)
     if not precisions:
         missing.append("training.precision")
-    sharded = _sharding(capsule)
     if sharded is None:
         missing.append("training.sharding")
     if model is None or missing or sharded is None:
@@ -99,7 +99,7 @@ def _plan(capsule: Capsule) -> Plan:
     if len(recomputed) > 1:
         unknown.append("training.activation_checkpointing")
     if len(precisions) > 1:
-        unknown.append("model.dtype")
+        unknown.append("training.precision" if "half-gathered" in precisions else "model.dtype")
     tensor = (training.tensor_parallel if training is not None else None) or 1
     along = (False, True) if tensor > 1 else (False,)
     jobs = [
@@ -201,8 +201,11 @@ def _optimizer(training: Training | None) -> str:
     return found if found in STATE_BYTES or found == "adafactor" else ""
 
 
-def _precisions(capsule: Capsule) -> tuple[Precision, ...]:
-    """How the job computes; mixed precision keeps float32 either in the weights or in copies of them."""
+def _precisions(capsule: Capsule, *, whole: bool) -> tuple[Precision, ...]:
+    """How the job computes; mixed precision keeps float32 either in the weights or in copies of them.
+
+    Where the ranks do not hold their weights ``whole``, what they gather may be in 16 bits, and so all they compute.
+    """
     manifest = capsule.manifest
     precision = manifest.training.precision if manifest.training is not None else None
     dtype = manifest.model.dtype if manifest.model is not None else None
@@ -213,7 +216,9 @@ def _precisions(capsule: Capsule) -> tuple[Precision, ...]:
         return ("half",)
     if "mixed" in words or words in ("bf16", "fp16", "amp"):
         if dtype == "float32":
-            return ("autocast",)
+            computed = set() if whole else set(capsule.stats(role="activation").dtype.tolist())
+            gathered = bool(computed) and computed <= set(_HALVES)  # autocast leaves sums and norms in float32
+            return ("autocast",) if whole else ("half-gathered",) if gathered else ("half-gathered", "autocast")
         return ("half-master",) if dtype in _HALVES else ("autocast", "half-master")
     if "fp32" in words or (not words and dtype == "float32"):
         return ("fp32",)

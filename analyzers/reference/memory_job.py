@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 Attention = Literal["fused", "materialised"]
 Checkpointing = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "autocast", "half", "half-master"]
+Precision = Literal["fp32", "autocast", "half", "half-master", "half-gathered"]
 
 #: Bytes of optimizer state for each element of a parameter; those of ``half`` weights are half of float32's.
 STATE_BYTES: Final = {
@@ -68,11 +68,12 @@ class Job:
     """How one rank trains it.
 
     ``precision``: fp32; autocast (parameters in float32, matrices in 16 bits); half (all in 16 bits); half-master (16
-    bits, with master weights and states in float32). ``accumulating``: gradients of earlier micro-batches lie there
-    when a micro-batch begins. ``stage``: 0 replicated, 1 optimizer sharded, 2 gradients too, 3 weights too (FSDP).
-    ``buckets``: DDP keeps gradients a second time, in its buckets. ``foreach``: the optimizer works on all parameters
-    at once. ``held_logits``: the loop keeps them until the step is over. ``device``: on a CPU dropout keeps its noise
-    in the dtype of the activations instead of a byte, and attention with dropout is not fused.
+    bits, with master weights and states in float32); half-gathered (float32 where it is sharded, 16 bits wherever it is
+    gathered and computed with, as FSDP's mixed precision has it). ``accumulating``: gradients of earlier micro-batches
+    lie there when a micro-batch begins. ``stage``: 0 replicated, 1 optimizer sharded, 2 gradients too, 3 weights too
+    (FSDP). ``buckets``: DDP keeps gradients a second time, in its buckets. ``foreach``: the optimizer works on all
+    parameters at once. ``held_logits``: the loop keeps them until the step is over. ``device``: on a CPU dropout keeps
+    its noise in the dtype of the activations instead of a byte, and attention with dropout is not fused.
     """
 
     batch: int

@@ -60,7 +60,7 @@ class _Moment:
 def estimate(shape: Shape, job: Job) -> Estimate:
     """The peak of one rank, and what it is made of; of a pipeline the first stage, which holds most activations."""
     own = _owned(shape, job)
-    size = 2.0 if job.precision.startswith("half") else 4.0
+    size = 2.0 if job.precision in ("half", "half-master") else 4.0
     share = job.data_parallel
     weights = own * size / (share if job.stage >= 3 else 1)
     gradients = own * size / (share if job.stage >= 2 else 1)

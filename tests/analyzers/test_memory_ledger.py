@@ -93,6 +93,33 @@ def test_a_manifest_gives_the_shape_and_the_job_that_it_describes(build: Make):
 
 
 @pytest.mark.parametrize(
+    ("training", "computed", "precisions", "open_fields"),
+    [
+        # FSDP gathers weights of float32 as they are, under autocast, or in 16 bits: only what ran tells which.
+        ({}, (), {"half-gathered", "autocast"}, ("training.precision",)),
+        ({}, ("bfloat16", "bfloat16"), {"half-gathered"}, ()),
+        ({}, ("bfloat16", "float32"), {"half-gathered", "autocast"}, ("training.precision",)),
+        ({"sharding": {"kind": "ddp"}}, ("bfloat16", "bfloat16"), {"autocast"}, ()),
+        ({"precision": "bf16-pure"}, (), {"half"}, ()),
+    ],
+)
+def test_sharded_weights_of_float32_may_be_computed_with_in_16_bits(
+    build: Make, training: dict[str, Any], computed: tuple[str, ...], precisions: set[str], open_fields: tuple[str, ...]
+):
+    def write(writer: Any) -> None:
+        nothing(writer)
+        rows = [
+            {"step": 0, "order": at, "name": f"layers.{at}", "role": "activation", "dtype": dtype, "shape": [4, 4]}
+            for at, dtype in enumerate(computed)
+        ]
+        writer.stats([{**row, "numel": 16, "rms": 1.0} for row in rows])
+
+    found = plan(build(write, {"model": LLAMA_8B | {"dtype": "float32"}, "training": TRAINING | training}))
+    assert {job.precision for _, job in found.readings} == precisions
+    assert found.open == open_fields
+
+
+@pytest.mark.parametrize(
     ("model", "training", "missing"),
     [
         ({"layers": None}, {}, "model.layers"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmconsole.analyzers.reference.memory_job import Job, Shape, parameters
+from llmconsole.analyzers.reference.memory_job import Checkpointing, Job, Precision, Shape, parameters
 from llmconsole.analyzers.reference.memory_model import estimate, saved_by_layer
 from llmconsole.app.demo.job.model import GPT, ModelConfig, language_model_loss
 from torch.profiler import ProfilerActivity, profile
@@ -54,22 +54,27 @@ def group() -> Iterator[Callable[..., None]]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize(("batch", "again"), [(2, "none"), (16, "full")])
+@pytest.mark.parametrize("precision", ["fp32", "half-gathered"])
 @pytest.mark.parametrize("shape", [BASE.changed(layers=6), LLAMA], ids=["gpt", "llama"])
-def test_weights_sharded_over_four_ranks(group: Callable[..., None], shape: Shape):
+def test_weights_sharded_over_four_ranks(
+    group: Callable[..., None], shape: Shape, precision: Precision, batch: int, again: Checkpointing
+):
     """FSDP2 on a process group that stands for four ranks and sends nothing: all that one of them allocates is real."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     group("fake", store=FakeStore(), rank=1, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "half-gathered" else None)
 
     def wrap(model: torch.nn.Module) -> tuple[torch.nn.Module, int]:
         for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh), 0
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy), 0
 
-    job = Job(batch=2, length=64, device="cpu", stage=3, data_parallel=4)
+    job = Job(batch=batch, length=64, precision=precision, device="cpu", stage=3, data_parallel=4, checkpointing=again)
     measured, estimated = measure(shape, job, wrap=wrap), estimate(shape, job)
     assert estimated.weights == pytest.approx(measured.weights, rel=0.01)
     assert estimated.peak == pytest.approx(measured.peak, rel=0.1)
