@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, rule
-from ..series import Curve, align, curve, segments, theil_sen
 from .allocator import histories, located, of_devices
 from .growth import Growth, growth, growth_evidence, growth_words, long_enough, too_short
-from .lengths import length_curves, rank_correlation
 from .names import is_value
-from .oom import failures, gib
+from .oom import Failure, failures, gib
+from .rising import Rise, long_curves, rising, rising_reserve
 from .standing import Standing, open_question, standing
-from .thresholds import (
-    CURVE_BYTES,
-    CURVE_CLEARED,
-    CURVE_EVEN,
-    CURVE_JUMP,
-    CURVE_POINTS,
-    CURVE_RESET,
-    CURVE_RISE,
-    FOLLOWS_LENGTHS,
-    GROWTH_STEPS,
-    TINY_A_STEP,
-)
+from .thresholds import CURVE_CLEARED, GROWTH_STEPS, TINY_A_STEP
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -43,7 +27,10 @@ _MOST_NAMED = 3
     "memory/leak",
     stage="runtime",
     severity="warning",
-    needs=("tensors.allocator/action|files.snapshot|scalars.memory_allocated",),
+    needs=(
+        "tensors.allocator/action|files.snapshot|scalars.memory_allocated|records.memory"
+        "|scalars.memory_reserved|scalars.memory_device_used",
+    ),
     explained_by=("memory/eval-graph", "memory/logged-tensors"),
     cases=("out-of-memory-after-hours",),
 )
@@ -62,9 +49,11 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
         Undetermined: only the trace's rhythm shows the steps, unless the stack is no part of a forward pass and holds
         32 blocks; the blocks are states, weights, a store by its name, or of a private pool; they come in bouts, 6 to 7
         equal ones of 32 MiB in all at equal distances. Below 4 KiB a step it is info.
-        Curve: after the start it rises by 2 % and 32 MiB or more, evenly in all four quarters, no one point bringing
-        more than a quarter of it; it may fall back at the ends of epochs (likely; a remark where it fell back three
-        times and no allocation failed).
+        Curve (or records of one phase), 20 points or more: after the start it rises by 2 % and 32 MiB or more, evenly
+        in all four quarters, no one point bringing more than a quarter of it; it may fall back at the ends of epochs
+        (likely; a remark where it fell back three times and no allocation failed). 10 points will do where each is
+        higher than the one before, by 20 % in all. Where only what is reserved is on record, and rose like that until
+        an allocation failed: undetermined.
     Looks like it but is not:
         The first steps, the optimizer's state, a cache that fills up and stays, a window of the last losses, a KV
         cache or activations that grow with the lengths, outputs that an evaluation keeps till its end, memory that
@@ -88,7 +77,9 @@ def leak(capsule: Capsule) -> Iterator[Finding]:
         yield _from_curve(capsule, curves, blocks)
     elif blocks is not None:
         yield open_question(capsule, blocks)
-    elif not any(map(long_enough, traced.values())) and not _curves(capsule):
+    elif (ended := [each for each in failures(capsule) if not each.caught]) and (rise := rising_reserve(capsule)):
+        yield _from_reserve(rise, ended[0])
+    elif not any(map(long_enough, traced.values())) and not long_curves(capsule):
         raise NotCaptured(f"{too_short(traced)}, or a curve of them")
 
 
@@ -123,91 +114,6 @@ def _longer(each: Growth) -> str:
     if each.every > 1:
         return f"record a trace of some {GROWTH_STEPS * 2 * each.every:,} steps: does it go on?"
     return "record a trace of some twenty steps that begins before a step does"
-
-
-@dataclass(frozen=True)
-class Rise:
-    """A stretch of a curve that rises evenly: where, by how much a step, from and to which level."""
-
-    rank: int
-    first: int
-    last: int
-    slope: float
-    low: float
-    high: float
-    resets: tuple[int, ...]
-
-
-def _curves(capsule: Capsule) -> bool:
-    """Whether allocated memory is on record over steps, long enough to be judged."""
-    return any(
-        len(capsule.scalars(key.name, rank=key.rank, side=key.side)) >= CURVE_POINTS
-        for key in capsule.scalar_keys()
-        if key.name == "memory_allocated" and key.side != "allocator"
-    )
-
-
-def rising(capsule: Capsule) -> list[Rise]:
-    """The curves of allocated memory that rise evenly over steps, by rank."""
-    found: list[Rise] = []
-    for key in capsule.scalar_keys():
-        if key.name != "memory_allocated" or key.side == "allocator":  # those go over events, not over steps
-            continue
-        sided = (curve(capsule, key.name, key.rank, key.side),)
-        for part in segments(capsule, key.name, key.rank) if key.side is None else sided:
-            rise = _even_rise(capsule, part.finite(), key.rank)
-            found += [rise] if rise is not None else []
-    return sorted(found, key=lambda each: (each.rank, each.first))
-
-
-def _even_rise(capsule: Capsule, whole: Curve, rank: int) -> Rise | None:
-    """The longest stretch between two falls, where it rises evenly; None where none does."""
-    whole = whole.where(slice(max(2, len(whole) // 20), None))
-    if len(whole) < CURVE_POINTS:
-        return None
-    cuts = _falls(whole)
-    edges = [0, *cuts, len(whole)]
-    start, end = max(pairwise(edges), key=lambda each: each[1] - each[0])
-    part = whole.where(slice(start, end))
-    if len(part) < CURVE_POINTS:
-        return None
-    slope = theil_sen(part)
-    span = float(part.step[-1] - part.step[0])
-    if slope is None or slope.low <= 0:
-        return None
-    rise = slope.value * span
-    if rise < max(CURVE_BYTES, CURVE_RISE * float(np.median(part.value))):
-        return None
-    quarters = np.array([np.median(each) for each in np.array_split(part.value, 4)])
-    if np.diff(quarters).min() < CURVE_EVEN * rise / 4 or np.diff(part.value).max() > CURVE_JUMP * rise:
-        return None
-    if _follows_lengths(capsule, part, rank):
-        return None
-    resets = tuple(int(whole.step[each]) for each in cuts)
-    low, high = float(part.value.min()), float(part.value.max())
-    return Rise(rank, int(part.step[0]), int(part.step[-1]), slope.value, low, high, resets)
-
-
-def _falls(curve: Curve) -> list[int]:
-    """Indices at which a curve gives back most of what it had gained since the last such place."""
-    found: list[int] = []
-    lowest = highest = float(curve.value[0])
-    least = max(CURVE_BYTES, CURVE_RISE * highest)
-    for at, value in enumerate(curve.value.tolist()):
-        gained = highest - lowest
-        if gained >= least and highest - value > CURVE_RESET * gained:
-            found.append(at)
-            lowest = highest = value
-        lowest, highest = min(lowest, value), max(highest, value)
-    return found
-
-
-def _follows_lengths(capsule: Capsule, part: Curve, rank: int) -> bool:
-    for lengths in length_curves(capsule, rank):
-        _, memory, length = align(part, lengths)
-        if len(memory) >= 10 and rank_correlation(memory, length) >= FOLLOWS_LENGTHS:
-            return True
-    return False
 
 
 def _from_curve(capsule: Capsule, rises: list[Rise], blocks: Standing | None) -> Finding:
@@ -248,4 +154,27 @@ def _from_curve(capsule: Capsule, rises: list[Rise], blocks: Standing | None) ->
         + (", until the epoch ends: a list of losses or outputs" if first.resets else ""),
         next=("record an allocator snapshot over some twenty steps: it names the line",),
         fix=("detach, take .item() or clear what is kept; hold no outputs, losses or exceptions beyond a step",),
+    )
+
+
+def _from_reserve(rise: Rise, failure: Failure) -> Finding:
+    """Where only what is reserved is on record: it rose, and what made it rise is open."""
+    return Finding(
+        confidence="undetermined",
+        title="Memory rises until the device is full",
+        summary=(
+            f"Reserved memory rises by {gib(rise.slope)} a step from step {rise.first:,} to {rise.last:,}: "
+            f"{gib(rise.low)} became {gib(rise.high)}, and then the device was full. What is kept beyond a step, "
+            "longer rows and pieces that do not fit again make it rise alike: what is allocated is not on record."
+        ),
+        where=Where(step=rise.first, rank=rise.rank),
+        evidence=(
+            Evidence(name="growth", value=round(rise.slope), expected=0, unit="B/step"),
+            Evidence(name="reserved", value=rise.high, expected=f"≈ {rise.low:,.0f}", unit="B"),
+            *(() if failure.capacity is None else (Evidence(name="capacity", value=failure.capacity, unit="B"),)),
+        ),
+        next=(
+            "log torch.cuda.memory_allocated() at the end of each step beside the longest row of its batch",
+            "record an allocator snapshot over some twenty steps: it names the line",
+        ),
     )

@@ -14,6 +14,7 @@ from .allocator import of_one_process, place
 from .configuration import Plan, plan
 from .oom import failures
 from .records import capacities, gib, mappings, positive, whole
+from .rising import ALLOCATOR
 
 if TYPE_CHECKING:
     from ...capsules import Capsule
@@ -37,6 +38,7 @@ class _Measured:
     peak: int | None = None
     counts: str = "allocated"
     retries: int = 0
+    failed: int = 0
     holders: tuple[tuple[int, int, str], ...] = ()  # bytes, blocks, place of the stacks that hold most
     reserved: int | None = None
     capacity: int | None = None
@@ -115,7 +117,9 @@ def _highest(capsule: Capsule, name: str) -> tuple[float, int, int] | None:
     """(value, step, rank) of the highest point of a curve over all ranks."""
     found: list[tuple[float, int, int]] = []
     for key in capsule.scalar_keys():
-        if key.name == name and key.side is None and len(points := curve(capsule, name, key.rank).finite()):
+        if key.name != name or key.side == ALLOCATOR:
+            continue
+        if len(points := curve(capsule, name, key.rank, key.side).finite()):
             at = int(points.value.argmax())
             found.append((float(points.value[at]), int(points.step[at]), key.rank))
     return max(found, key=lambda each: each[0], default=None)
@@ -155,6 +159,11 @@ def _measured(capsule: Capsule) -> _Measured:
         found.reserved = max((each for one in same if (each := positive(one.get("reserved")))), default=None)
         found.capacity = positive(best.get("capacity")) or found.capacity
         found.retries = whole(best.get("retries")) or 0
+        found.failed = whole(best.get("ooms")) or 0
+        allocated = whole(best.get("allocated"))
+        if found.peak is not None and allocated is not None and allocated < found.peak:
+            # What is unused now says nothing of the peak, which was earlier.
+            found.terms.pop("fragmentation", None)
         found.holders = tuple(sorted(_holders(capsule, found.rank), reverse=True)[:_MOST_NAMED])
     if found.peak is None:
         peaks = ((name, highest) for name in _SCALARS if (highest := _highest(capsule, name)) is not None)
@@ -208,6 +217,8 @@ def _total_rows(
         yield Evidence(name="reserved", value=measured.reserved, unit="B")
     if measured.capacity is not None:
         yield Evidence(name="capacity", value=measured.capacity, unit="B")
+    if measured.failed:
+        yield Evidence(name="failed allocations", value=measured.failed, expected=0)
 
 
 def _title(measured: _Measured, estimates: Sequence[Estimate]) -> str:
@@ -237,6 +248,9 @@ def _summary(
         words += f" {gib(unused)} more are held unused."
     if measured.retries:
         words += f" The allocator had to give its cache back {measured.retries:,} times."
+    if measured.failed:
+        times = "once" if measured.failed == 1 else f"{measured.failed:,} times"
+        words += f" It ran out of memory {times}."
     if measured.holders:
         held = (
             f"{gib(size)} from {line} ({count:,} block{'s' if count > 1 else ''})"
@@ -272,8 +286,10 @@ def _of_the_device(highest: tuple[float, int, int] | None, estimates: Sequence[E
     used, _, rank = highest if highest is not None else (None, 0, None)
     return Finding(
         confidence="undetermined",
-        title=f"Memory of the device: {gib(used)} at most",
-        summary="Only the use of the whole device is on record: an allocator snapshot tells its parts apart.",
+        title="Memory: no use of it is on record" if used is None else f"Memory of the device: {gib(used)} at most",
+        summary="What the job allocated is not on record: an allocator snapshot tells its parts."
+        if used is None
+        else "Only the use of the whole device is on record: an allocator snapshot tells its parts apart.",
         where=Where(rank=rank),
         evidence=(
             Evidence(

@@ -9,9 +9,9 @@ from ..finding import Evidence, Finding
 from ..registry import NotCaptured, rule
 from .allocator import histories, located, of_devices, own_frame
 from .growth import Growth, growth, growth_evidence, growth_words, long_enough, too_short
-from .leak import rising
 from .names import is_value
 from .oom import gib
+from .rising import rising
 from .standing import NEXT, Standing, open_question, standing
 from .thresholds import GRAPH_LINES, LOGGED_A_STEP, LOGGED_ALIKE, LOGGED_BYTES, SCALAR_BYTES, TINY_A_STEP
 

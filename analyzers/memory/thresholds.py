@@ -43,6 +43,8 @@ MANY_ALIKE = 100
 LOGGED_GROWTH = 0.5
 #: A curve of allocated bytes: points, share of the level and bytes that it rises, and how even the quarters are.
 CURVE_POINTS, CURVE_RISE, CURVE_BYTES, CURVE_EVEN = 20, 0.02, 32 << 20, 0.4
+#: Points that will do where each is higher than the one before, and the share of the level that they rise in all.
+CURVE_FEW, CURVE_STEEP = 10, 0.2
 #: Times that a curve fell back from which on what it gains is taken to be given back for good.
 CURVE_CLEARED = 3
 #: Share of the rise that one point may bring: larger ones are something new, not a leak.

@@ -55,6 +55,59 @@ class TestACurveThatRises:
         assert growth.value == pytest.approx(3.2e6, rel=0.02)
         assert "step 4,850" in finding.summary
 
+    @pytest.mark.parametrize(
+        ("levels", "fires"),
+        [
+            ([20 + 2.5 * n for n in range(12)], True),
+            ([20 + 2.5 * n for n in range(9)], False),
+            ([20 + 0.1 * n for n in range(12)], False),
+            ([20 + 2.5 * n - 4 * (n == 8) for n in range(12)], False),
+            ([20, 20.1] * 6, False),
+        ],
+        ids=["each higher", "too few", "too little", "once lower", "flat"],
+    )
+    def test_of_a_few_tables_of_one_phase_is_a_leak_where_each_is_higher_by_much(
+        self, build: Build, levels: list[float], fires: bool
+    ):
+        def fill(writer: CapsuleWriter) -> None:
+            for number, level in enumerate(levels):
+                writer.record("memory", {"step": 50 * number, "allocated": round(level * GIB), "peak": 90 * GIB})
+
+        capsule = build(fill)
+        assert [each.confidence for each in says(LEAK, capsule)] == ["likely"] * fires
+        if fires:
+            assert "51.20 MiB a step" in says(LEAK, capsule)[0].summary  # 2.5 GiB in 50 steps
+
+    def test_of_other_phases_each_is_a_curve_of_its_own_and_evaluation_is_none(self, build: Build):
+        def fill(writer: CapsuleWriter) -> None:
+            for step in range(24):
+                for phase, level in (("forward", 40), ("backward", 20), ("eval", 10 + step)):
+                    writer.record("memory", {"step": step, "phase": phase, "allocated": level * GIB})
+
+        assert says(LEAK, build(fill)) == []
+
+    def reserve(self, build: Build, failed: bool, **more: object) -> Capsule:
+        def fill(writer: CapsuleWriter) -> None:
+            step = np.arange(0, 3000, 100)
+            writer.scalars("memory_reserved", step, 2e10 + 2e7 * step, unit="bytes")
+            for name, level in more.items():
+                writer.scalars(name, step, np.full(len(step), level), unit="bytes")
+            if failed:
+                sizes = {"requested": GIB, "free": 0, "capacity": 80 * GIB}
+                writer.record("events", {"kind": "oom", "step": 2990, **sizes})
+
+        return build(fill)
+
+    def test_of_reserved_memory_alone_until_the_device_is_full_leaves_open_what_grew(self, build: Build):
+        [finding] = says(LEAK, self.reserve(build, failed=True))
+        assert (finding.confidence, finding.cause) == ("undetermined", None)
+        assert "what is allocated is not on record" in finding.summary
+        assert says(LEAK, self.reserve(build, failed=True, memory_allocated=1e10)) == []
+
+    def test_of_reserved_memory_alone_without_a_failure_is_not_judged(self, build: Build):
+        report = analyze(self.reserve(build, failed=False), [rule_named(LEAK)])
+        assert [each.rule for each in report.skipped] == [LEAK]
+
     def test_that_is_given_back_every_so_often_is_a_remark(self, build: Build):
         step = np.arange(600)
         [finding] = says(LEAK, self.curve(build, 6.1e10 + 1e8 * (step % 20)))

@@ -299,6 +299,31 @@ def test_a_table_of_the_allocator_measures_no_term(build: Make, findings_of: Fin
 
 
 @pytest.mark.fires(LEDGER)
+def test_what_is_unused_now_is_none_of_the_peak_and_failures_are_said(build: Make, findings_of: Findings):
+    """60 GiB at the peak of 70 reserved leave 10 unused, though 25 of the 40 that are unused now lie in pieces."""
+    table = {"allocated": 30 * GIB, "peak": 60 * GIB, "reserved": 70 * GIB, "fragmentation": 25 * GIB, "ooms": 1}
+    (finding,) = findings_of(LEDGER, build(lambda writer: writer.record("memory", table)))
+    assert "10.00 GiB more are held unused" in finding.summary
+    assert "ran out of memory once" in finding.summary
+    assert values(finding)["fragmentation"] == 10 * GIB
+    at_the_peak = table | {"allocated": 60 * GIB, "fragmentation": 9 * GIB, "ooms": 0}
+    (finding,) = findings_of(LEDGER, build(lambda writer: writer.record("memory", at_the_peak)))
+    assert "9.00 GiB more are held unused" in finding.summary
+    assert "ran out" not in finding.summary
+
+
+@pytest.mark.fires(LEDGER)
+def test_what_a_framework_logged_of_the_allocator_is_no_use_of_the_device(build: Make, findings_of: Findings):
+    def fill(writer: Any) -> None:
+        for name, level in (("memory_allocated", 18.2), ("memory_peak", 19.5)):
+            writer.scalars(name, step=[1, 2, 3], value=[level * GIB] * 3, side="DeepSpeed")
+
+    (finding,) = findings_of(LEDGER, build(fill))
+    assert finding.summary.startswith("At most 19.50 GiB were allocated")
+    assert "device" not in finding.summary
+
+
+@pytest.mark.fires(LEDGER)
 def test_the_stacks_that_hold_most_are_named_by_the_jobs_own_lines(build: Make, findings_of: Findings):
     library = {"name": "forward", "file": "/x/site-packages/torch/nn/modules/linear.py", "line": 125}
     own = {"name": "forward", "file": "/home/me/job/model.py", "line": 77}

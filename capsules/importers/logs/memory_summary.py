@@ -37,6 +37,7 @@ class Lines:
         self._log = log
         self._found: dict[str, Any] | None = None
         self._rank, self._lines = 0, 0
+        self._step: int | None = None
 
     @property
     def open(self) -> bool:
@@ -49,7 +50,8 @@ class Lines:
             self.close()
             device = int(title[1])
             self._rank = self._log.rank if self._log.told else device
-            self._found, self._lines = {"device": device}, 0
+            # The table is of the step before it, and ends only where another line comes.
+            self._found, self._lines, self._step = {"device": device}, 0, self._log.step
             return True
         if self._found is None:
             return False
@@ -72,6 +74,6 @@ class Lines:
         found, self._found = self._found, None
         if found is None or not {"allocated", "reserved"} & found.keys():
             return
-        self._log.run.record("memory", {"step": self._log.step, **found}, self._rank)
-        if self._log.step is not None and found.get("retries") is not None:
-            self._log.run.scalar("alloc_retries", self._log.step, float(found["retries"]), rank=self._rank)
+        self._log.run.record("memory", {"step": self._step, **found}, self._rank)
+        if self._step is not None and found.get("retries") is not None:
+            self._log.run.scalar("alloc_retries", self._step, float(found["retries"]), rank=self._rank)

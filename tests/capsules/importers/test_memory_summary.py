@@ -88,6 +88,13 @@ def test_amid_a_log_it_belongs_to_the_step_and_the_rank_that_prints(monkeypatch,
     assert len(values(capsule, "loss", rank=3)) == 2
 
 
+def test_each_of_several_tables_belongs_to_the_step_before_it(monkeypatch, imported: Imports):
+    tables = [summary(monkeypatch, 0, allocated_bytes=n * GIB, reserved_bytes=9 * GIB) for n in (4, 5)]
+    text = "".join(f"iter {at}: loss 2.5, time 210.14ms, mfu 31.2%\n{tables[at // 2]}\n" * (at % 2) for at in (1, 3))
+    capsule = imported(text + "iter 4: loss 2.4, time 210.14ms, mfu 31.2%\n")
+    assert [(each["step"], each["allocated"]) for each in capsule.records("memory")] == [(1, 4 * GIB), (3, 5 * GIB)]
+
+
 def test_the_layout_of_older_versions(imported: Imports):
     text = """\
 |===========================================================================|
