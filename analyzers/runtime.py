@@ -44,6 +44,7 @@ _LAUNCHED: Final = SECONDARY - {"KeyboardInterrupt", "SystemExit"}
 #: How a launcher or a person ends a rank, in an exit, and how a scheduler says that it ends the job.
 _STOPPED: Final = re.compile(r"SIGTERM|SIGINT|SIGHUP|SIGUSR|exit code (?:-15|-2|143|130)\b")
 _CANCELLED: Final = re.compile(r"\bCANCELLED (?:AT|DUE)|DUE TO (?:TIME LIMIT|PREEMPTION)")
+_REASON: Final = re.compile(r"DUE TO ([A-Z][A-Z ]{1,40}[A-Z])")
 #: Lines of a process's runtime, its watchdog or its launcher by which it ends without an exception.
 _LAST_WORDS: Final = re.compile(
     r"\] Heartbeat monitor timed out|^Fatal Python error|^(?:Segmentation fault|Bus error)\b"
@@ -92,7 +93,7 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         The first error of its own, before those by which launchers repeat it and by which ranks say that another one is
         gone or did not come, at or after the last reported step; without one the first rank with an exit code of its
         own, which the launcher or a scheduler did not end. Workers that outlive the launcher's SIGTERM are a warning: a
-        healthy one ends at once. A launcher that was merely told to end is a remark. What
+        healthy one ends at once. A launcher that was merely told to end, and a scheduler's limit, are remarks. What
         an exception means is left open (undetermined), and so is what filled the memory of a host. A device that is
         out of memory is the business of the rules memory/*: this rule is quiet about it, and about what follows it.
     Looks like it but is not:
@@ -222,8 +223,10 @@ def _last_words(capsule: Capsule, last: int | None) -> Finding | None:
 def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
     """A launcher that was told to end, by a person or a program, and workers that did not end when it told them."""
     lines = [_message(each) for each in current_events(capsule) if each.get("kind") == "log"]
+    if (cancelled := next((line for line in lines if _CANCELLED.search(line)), None)) is not None:
+        return _ended_by_scheduler(cancelled, last)
     told = next((found for line in lines if (found := _TOLD_TO_END.search(line)) is not None), None)
-    if told is None or any(_CANCELLED.search(line) for line in lines):
+    if told is None:
         return None
     forced = sorted({int(found[1]) for line in lines if (found := _FORCED.search(line)) is not None})
     reach = "" if last is None else f" after step {last:,}"
@@ -247,6 +250,22 @@ def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
             else ()
         )
         + ("ask whoever can stop the job: the scheduler's accounting, a time limit, a watcher, a person",),
+    )
+
+
+def _ended_by_scheduler(line: str, last: int | None) -> Finding:
+    """A scheduler that ended the job, and the reason that it gives."""
+    found = _REASON.search(line)
+    why = found[1].lower() if found is not None else "no reason: a person or a program cancelled it"
+    return Finding(
+        title="The scheduler ended the job",
+        summary=f"The scheduler ended the job{'' if last is None else f' after step {last:,}'}: {why}.",
+        severity="info",
+        kind="hygiene",
+        confidence="undetermined",
+        where=Where(step=last),
+        evidence=(Evidence(name="scheduler", value=_short(line, 300), expected="none"),),
+        next=("save a checkpoint before the limit (a signal some minutes ahead: --signal), or ask for more time",),
     )
 
 

@@ -166,7 +166,8 @@ def loss_nonfinite(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         The first step whose loss is not finite. Candidates for the cause are listed with their numbers: update ratio
         of the steps before, a float16 tensor at its limit, one sample that alone is not finite, a step without
-        supervised tokens (0/0), Inf from finite logits (log 0). None of them at hand: undetermined.
+        supervised tokens (0/0), Inf from finite logits (log 0), another result where Megatron computed the step again.
+        None of them at hand: undetermined.
 
     Looks like it but is not:
         A step that was not logged: other series are absent at the same step, too, or finite losses come at a regular
@@ -210,6 +211,7 @@ def loss_nonfinite(capsule: Capsule) -> Iterator[Finding]:
                 if len(before)
                 else []
             ),
+            *([again] if (again := _again(capsule, step)) is not None and again.note == "reproducible" else []),
             *(evidence for _, evidence in causes),
         ),
         cause=causes[0][0] if causes else None,
@@ -238,8 +240,23 @@ def _companions(capsule: Capsule, rank: int) -> Iterator[Curve]:
         yield curve(capsule, name, rank)
 
 
+def _again(capsule: Capsule, step: int) -> Evidence | None:
+    """What Megatron found when it computed the step again, where its log says so: the last word counts."""
+    said = [
+        str(each["verdict"])
+        for each in capsule.records("events")
+        if each.get("logger") == "rerun" and each.get("step") == step and each.get("verdict")
+    ]
+    words = {"reproducible": "the same result", "transient": "another result", "persistent": "another one elsewhere"}
+    if not said or said[-1] not in words:
+        return None
+    return Evidence(name="computed again", value=words[said[-1]], expected="the same result", note=said[-1])
+
+
 def _candidates(capsule: Capsule, step: int, value: float) -> Iterator[tuple[str, Evidence]]:
     """Causes that the evidence supports, best first, each with its number."""
+    if (again := _again(capsule, step)) is not None and again.note in ("transient", "persistent"):
+        yield "the device of this rank computes wrongly: the same step gave another result", again
     if capsule.has("stats"):
         stats = capsule.stats()
         overflow = find_overflow(capsule, stats)

@@ -13,6 +13,7 @@ from llmconsole.capsules import Capsule
 from llmconsole.capsules.importers import import_files
 
 FAILED, DIED = "runtime/job-failed", "distributed/rank-died-first"
+LOSS_NAN = "numerics/loss-nonfinite"
 STEPS = "".join(f"step {step} loss {2.5 - step / 100:.2f}\n" for step in range(1, 9))
 LOST = (
     "[rank{0}]:[E1101 07:12:33.1 ProcessGroupNCCL.cpp:1484] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Process group "
@@ -84,3 +85,81 @@ class TestTornDown:
     def test_a_watchdog_that_ends_well_and_a_text_on_faults_are_quiet(self, read: Read):
         words = "[rank5]:[I1101 07:12:33.1 ProcessGroupNCCL.cpp:9] watchdog thread terminated normally\n"
         assert finding(read(STEPS + words + "see 'Fatal Python error: Segmentation fault' in the handbook\n")) is None
+
+
+class TestLaunchers:
+    @pytest.mark.fires(FAILED)
+    @pytest.mark.parametrize(
+        ("line", "rank"),
+        [
+            (
+                "[2026-11-01 07:12:45,112] [ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python3', '-u', "
+                "'train.py', '--local_rank=1'] exits with return code = -9",
+                1,
+            ),
+            ("mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 9 (Killed).", 3),
+        ],
+    )
+    def test_one_line_of_a_launcher_names_who_ended_how(self, read: Read, line: str, rank: int):
+        found = finding(read(f"{STEPS}{line}\n"))
+        assert found.where.rank == rank
+        assert "SIGKILL" in found.summary
+
+    @pytest.mark.quiet(FAILED)
+    def test_a_process_that_it_stops_or_that_ends_well_is_none(self, read: Read):
+        line = "[2026-11-01 07:12:45,112] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 41000\n"
+        well = "[2026-11-01 07:12:45,112] [INFO] [launch.py:347:main] Process 41000 exits successfully.\n"
+        assert finding(read(STEPS + line + well)) is None
+
+    def test_what_the_host_or_a_scheduler_kills_is_no_rank(self, read: Read):
+        found = finding(
+            read(STEPS + "srun: error: n7: task 2: Out Of Memory\nslurmstepd: error: Detected 1 oom_kill\n")
+        )
+        assert found is None or found.where.rank is None
+        found = finding(read(STEPS + "slurmstepd: error: Detected 1 oom_kill event in StepId=8812.0.\n"))
+        assert (found.title, found.where.rank) == ("The host's memory ran out", None)
+
+
+class TestScheduler:
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-05-27T21:52:36 DUE TO TIME LIMIT ***", "time limit"),
+            ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-05-27T21:52:36 DUE TO PREEMPTION ***", "preempt"),
+            ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-05-27T21:52:36 ***", "cancelled"),
+        ],
+    )
+    def test_a_job_that_it_ended_is_a_remark(self, read: Read, line: str, words: str):
+        report = read(f"{STEPS}{line}\n")
+        found = finding(report)
+        assert (found.severity, found.kind, report.first_divergence) == ("info", "hygiene", None)
+        assert words in found.summary
+
+    @pytest.mark.quiet(FAILED)
+    def test_an_older_job_in_the_same_log_is_none(self, read: Read):
+        line = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-05-27T21:52:36 DUE TO TIME LIMIT ***\n"
+        again = "".join(f"step {step} loss 2.4\n" for step in range(4, 40))
+        assert finding(read(STEPS + line + again)) is None
+
+
+class TestComputedAgain:
+    NAN = "Unexpected result nan on rank 5 at iteration #9 invocation #3 (message='found NaN in local forward loss')\n"
+
+    @pytest.mark.fires(LOSS_NAN)
+    @pytest.mark.parametrize(
+        ("verdict", "confidence"),
+        [
+            ("First rerun: unexpected result is reproducible within the tolerance (result = nan)", "undetermined"),
+            ("First rerun: unexpected result is not reproducible within the tolerance (0.1 != nan)", "likely"),
+            ("Possible transient error!", "likely"),
+        ],
+    )
+    def test_a_loss_that_is_nan_on_one_rank(self, read: Read, verdict: str, confidence: str):
+        found = finding(read(f"{STEPS}{self.NAN}{verdict}\n"), LOSS_NAN)
+        assert (found.where.step, found.where.rank, found.confidence) == (9, 5, confidence)
+        assert ("device of this rank" in (found.cause or "")) == (confidence == "likely")
+
+    @pytest.mark.quiet(LOSS_NAN)
+    def test_a_number_that_was_not_expected_is_none(self, read: Read):
+        spike = self.NAN.replace("result nan", "result 12.5").replace("NaN", "spiky loss")
+        assert finding(read(STEPS + spike), LOSS_NAN) is None

@@ -22,7 +22,8 @@ SIGN = (
     rb"|Watchdog caught collective operation timeout|detected by watchdog at work|[Tt]imeout at NCCL work|NCCL WARN"
     rb"|ProcessGroup(?:NCCL|Gloo)|failed to pass monitoredBarrier|oom-kill:constraint|oom[-_]kill event"
     rb"|is running (?:inconsistent )?collective: CollectiveFingerPrint|op\.preamble\.length <= op\.nbytes"
-    rb"|death signal, shutting down workers"
+    rb"|death signal, shutting down workers|sigkill_handler\][^\n]{0,4000}exits with return code = -?\d"
+    rb"|mpirun noticed that process rank \d|slurmstepd: error: [^\n]{0,200}CANCELLED"
 )
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -116,6 +117,8 @@ class Lines:
         b"op.preamble",
         b"death signal",
         b"forcefully exiting",
+        b"exits with return code",
+        b"exited on signal",
     )
 
     def __init__(self, log: Log) -> None:
@@ -171,6 +174,8 @@ class Lines:
             unclaimed = self._log.anonymous and named is None
         if speaker is None:
             return False
+        if "CANCELLED" in line:
+            self._log.attempts.stopped(launcher=True)
         event: dict[str, Any] = {"step": self._log.step, "t": self._log.time(line), "level": _level(line)}
         event |= {"logger": _logger(line), "message": line.strip()[:_LONGEST]}
         if unclaimed:
@@ -190,7 +195,8 @@ class Lines:
             rank = self._launcher.rank_of(entry.get("pid"))
             if rank is not None:
                 self._launcher.ran_out(rank)
-            self._log.attempts.event("oom", self._log.home if rank is None else rank, **entry)
+            told = None if rank is not None else False  # the kernel and a scheduler know no ranks
+            self._log.attempts.event("oom", self._log.home if rank is None else rank, told=told, **entry)
         self._killed.clear()
         for rank, event in self._torn:
             if rank is None:
@@ -270,7 +276,7 @@ class Lines:
                 rank = aborted[0]
             if str(event.get("type")).startswith("Fatal Python") and rank is None and len(self._launcher.faulted) == 1:
                 rank = self._launcher.faulted[0]
-            told = False if several and rank is None and not launcher else None
+            told = False if (several or killed) and rank is None and not launcher else None
             if event["kind"] == "oom" and not killed and told is None:
                 self._launcher.ran_out(home if rank is None else rank)
             if event["kind"] == "exception":

@@ -1,4 +1,4 @@
-"""The summary that torchrun prints of ranks that failed: which rank ended how, and when."""
+"""What launchers say of ranks that failed: torchrun's summary of who ended how, and when; DeepSpeed and mpirun."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ _FIELD = re.compile(r"^\s{1,20}(?=[a-z ]{10}: )(rank|exitcode|host|time) {2,6}: 
 _RANK = re.compile(r"(\d{1,9}) \(local_rank: \d{1,9}\)")
 _PID = re.compile(r"\(pid: (\d{1,18})\)")
 _EXIT = re.compile(r"(-?\d{1,6})\b(?:.*\((SIG[A-Z0-9]{1,12})\))?")
+#: One line a process: DeepSpeed names the local rank in its arguments, mpirun the rank.
+_DEEPSPEED = re.compile(
+    r"sigkill_handler\].{0,4000}--local_rank=(\d{1,6})\b.{0,4000}exits with return code = (-?\d{1,6})"
+)
+_MPIRUN = re.compile(r"process rank (\d{1,6}) with PID \d{1,18} on node \S{1,200} exited on signal (\d{1,3})\b")
+_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _FAULTS = (-4, -6, -7, -8, -11, 132, 134, 135, 136, 139)
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[_ T](\d\d):(\d\d):(\d\d)")
 
@@ -68,7 +74,7 @@ class Launcher:
         """Use one line of a summary."""
         found = _FIELD.match(line)
         if found is None:
-            return False
+            return self._of_one_line(line)
         self._begun()
         field, text = found[1], found[2].strip()
         if field == "rank":
@@ -110,6 +116,30 @@ class Launcher:
             ended = {"kind": kind, "message": message, "t": said.get("time")}
             left = {name: value for name, value in ended.items() if value is not None}
             self._log.run.record("ranks", {"host": said.get("host"), "exit": left}, rank)
+
+    def _of_one_line(self, line: str) -> bool:
+        """One process and its exit; a local rank is none of the job's where several machines print."""
+        if "exit" not in line:
+            return False
+        deepspeed, mpirun = _DEEPSPEED.search(line), _MPIRUN.search(line)
+        if deepspeed is not None:
+            rank, code = int(deepspeed[1]), int(deepspeed[2])
+        elif mpirun is not None:
+            rank, code = int(mpirun[1]), -int(mpirun[2])
+        else:
+            return False
+        told = None if mpirun is not None or not self._log.machines else False
+        self._begun()
+        self._log.attempts.stopped(launcher=True)
+        signal, time = _SIGNALS.get(-code), self._log.time(line)
+        if told is None:
+            self._exits.setdefault(rank, {"code": code, "signal": signal, "time": time})
+        message = (
+            f"exit code {code}" + (f" ({signal})" if signal else "") + ("" if told is None else f", local rank {rank}")
+        )
+        said: dict[str, Any] = {"level": "error", "logger": "launcher", "message": message, "t": time, "told": told}
+        self._log.incident("log", rank=rank if told is None else self._log.home, **said)
+        return True
 
     def _begun(self) -> None:
         """Forget the ends of the ranks in an attempt that another one followed."""

@@ -6,6 +6,7 @@ point of a series, which is a mean over the logging interval.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -24,6 +25,13 @@ _UNEXPECTED = re.compile(
 _MESSAGE = re.compile(r"message='([^']{0,500})'")
 #: The rerun state machine's verdicts, in its words.
 _RERUN = re.compile(r"(?:First|Second) rerun: unexpected result is|Possible (?:transient|persistent) error!")
+#: What the tracker file calls them.
+_STATES = {
+    "first_rerun_reproducible": "reproducible",
+    "first_rerun_not_reproducible": "transient",
+    "second_rerun_reproducible": "reproducible",
+    "second_rerun_not_reproducible": "persistent",
+}
 _ON_RANK = re.compile(r"\b[Oo]n rank (\d{1,9})\b|\brank[ =](\d{1,9})\b")
 _FIELD = re.compile(r"\b(ts|node|device|jobID|rank|iteration|status|result|message)=('[^']{0,1000}'|\S{1,400})")
 _EXTREME = re.compile(r"\b(Mn|Mx)(Rtt|DRtt|Pwr|Tmp|Utl|Clk|Etpt)/Rnk: ([-+.\de]{1,40}) ?([A-Za-z%]{0,6})/(\d{1,9})")
@@ -51,6 +59,7 @@ class Lines(Stateless):
     def __init__(self, log: Log) -> None:
         self._log = log
         self._reports = 0
+        self._unexpected: tuple[int | None, int | None] = (None, None)  # rank and step of the last result
 
     def take(self, line: str) -> bool:
         """Use one line."""
@@ -67,12 +76,17 @@ class Lines(Stateless):
                 "invocation": count(found[4] or ""),
                 "reason": message[1] if message else None,
             }
-            return self._rerun(line, count(found[2]), count(found[3]), **fields)
+            rank, step = self._unexpected = count(found[2]), count(found[3])
+            value = number(found[1])
+            if "loss" in str(fields["reason"]) and value is not None and not math.isfinite(value) and step is not None:
+                self._log.run.scalar("loss", step, value, self._log.time(line), rank=rank)
+            return self._rerun(line, rank, step, **fields)
         if "status=" in line and (said := dict(_FIELD.findall(line))).keys() >= {"rank", "iteration", "status"}:
             return self._tracked(line, said)
         if _RERUN.search(line) is not None:
-            rank = _ON_RANK.search(line)
-            return self._rerun(line, count(rank[1] or rank[2]) if rank else None, None)
+            named, (rank, step) = _ON_RANK.search(line), self._unexpected
+            rank = count(named[1] or named[2]) if named else rank
+            return self._rerun(line, rank, step, verdict=_verdict(line))
         return False
 
     def _straggler(self, line: str) -> bool:
@@ -125,4 +139,14 @@ class Lines(Stateless):
             self._log.run.record("ranks", {"host": words["node"]}, rank)
         device = count(words.get("device", ""))
         fields = {"status": words["status"], "result": words.get("result"), "reason": words.get("message")}
+        fields["verdict"] = _STATES.get(words["status"])
         return self._rerun(line, rank, step, device=device, **fields)
+
+
+def _verdict(line: str) -> str | None:
+    """What a second computation tells: ``reproducible``, ``transient`` or ``persistent`` errors of a device."""
+    if "ersistent error" in line or ("Second rerun" in line and "not reproducible" in line):
+        return "persistent"
+    if "ransient error" in line or "not reproducible" in line:
+        return "transient"
+    return "reproducible" if "reproducible" in line else None

@@ -276,10 +276,11 @@ class TestMegatronsWatchers:
             "Second rerun: unexpected result is not reproducible on a different GPU, therefore was likely incorrect. "
             "Possible persistent error!\n"
         )
-        second, first = events(capsule, "log")
+        first, second = events(capsule, "log")
         assert (first["rank"], first["step"], first["result"]) == (5, 1001, "nan")
         assert first["reason"] == "found NaN in local forward loss calculation"
-        assert second["logger"] == "rerun"
+        assert (second["logger"], second["rank"], second["step"]) == ("rerun", 5, 1001)
+        assert second["verdict"] == "persistent"
         tracked = imported(
             "ts=2026-08-22T15:22:22 node=gpu-17 device=3 jobID=991 rank=11 iteration=1001 "
             "status=first_rerun_reproducible "
