@@ -8,7 +8,7 @@ transformers (``cache_utils.py``). They are signs, no proof: where there is none
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, cast
@@ -93,11 +93,13 @@ class StackTable:
 
     def numbers(self, lists: Sequence[Any]) -> list[int]:
         """``number`` of each of many."""
-        try:
-            found = list(map(self._by_members.get, map(tuple, map(partial(map, id), lists))))
-        except TypeError:  # something is no list
-            return [self.number(each) for each in lists]
-        return [self.number(each) if known is None else known for each, known in zip(lists, found, strict=True)]
+        found = _looked_up(self._by_members, id, lists)
+        new = [frames for frames, known in zip(lists, found, strict=True) if known is None]
+        numbers = iter(
+            self.number(frames) if known is None else known
+            for frames, known in zip(new, _looked_up(self._by_said, _SAID, new), strict=True)
+        )
+        return [next(numbers) if known is None else known for known in found]
 
     def number(self, frames: Any) -> int:
         """The number of a list of frames as a snapshot holds it; 0 where it is none."""
@@ -164,6 +166,14 @@ class StackTable:
             self._starts.append(len(self._members))
             self._category.append(category)
         return known
+
+
+def _looked_up(known: dict[Any, int], sign: Callable[[Any], Any], lists: Sequence[Any]) -> list[int | None]:
+    """What is known of lists by the ``sign`` of each of their members."""
+    try:
+        return list(map(known.get, map(tuple, map(partial(map, sign), lists))))
+    except (KeyError, TypeError):  # something is no list, or no frame as torch writes them
+        return [None] * len(lists)
 
 
 def category_of(frames: list[Named]) -> str:
