@@ -55,6 +55,8 @@ _TOLD_TO_END: Final = re.compile(r"Received (?:Signals\.)?(\w{1,12}) death signa
 _FORCED: Final = re.compile(r"Unable to shutdown process (\d{1,18}) via .{1,40}forcefully exiting")
 #: Lines of the communication library that are shown beside an error, and ranks with their ends.
 _MOST_LINES, _MOST_EXITS = 3, 16
+#: Parameters that are named in a sentence.
+_MOST_NAMES = 8
 
 
 @rule(
@@ -128,7 +130,7 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
 
 
 def _host(error: Mapping[str, Any], count: int) -> Finding:
-    words = _short(f"{error.get('type') or 'out of memory'}: {error.get('message') or ''}", 440)
+    words = _short(_words(error, "out of memory"), 440)
     sizes = [(name, error[name]) for name in ("requested", "allocated") if isinstance(error.get(name), int)]
     return Finding(
         confidence="undetermined",
@@ -146,7 +148,7 @@ def _host(error: Mapping[str, Any], count: int) -> Finding:
 
 
 def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
-    kind, message = str(error.get("type") or "an exception"), str(error.get("message") or "")
+    words, unused = _words(error), _unused(capsule, error)
     lines = [
         str(each.get("message") or "")
         for each in current_events(capsule)
@@ -160,16 +162,33 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
     return Finding(
         confidence="undetermined",
         title="The job ended with an error",
-        summary=f"{_short(f'{kind}: {message}', 440)} ({when}).",
+        summary=f"{_short(words, 440)} ({when}).{unused}",
         where=Where(step=reached, rank=_rank(error)),
         evidence=(
-            Evidence(name="error", value=_short(f"{kind}: {message}", 600), expected="none"),
+            Evidence(name="error", value=_short(words, 600), expected="none"),
             *_raised_at(error),
             *(Evidence(name="before it", value=_short(line, 300)) for line in lines[:_MOST_LINES]),
             Evidence(name="errors in the log", value=count, expected=0),
         ),
         next=("read the lines above the first error in the log of this rank",),
     )
+
+
+def _words(error: Mapping[str, Any], unnamed: str = "an exception") -> str:
+    """Type and message of an error, the type once: a message that is a whole line holds it."""
+    kind, message = str(error.get("type") or unnamed), _message(error)
+    return message if f"{kind}:" in message[: len(kind) + 20] else f"{kind}: {message}"
+
+
+def _unused(capsule: Capsule, error: Mapping[str, Any]) -> str:
+    """What DDP lists of parameters without a gradient, at the end of a long message."""
+    lists = [each for each in current_events(capsule) if each.get("kind") == "unused_parameters"]
+    names = next((each.get("missing") for each in lists if each.get("rank") == error.get("rank")), None)
+    if "did not receive grad" not in _message(error) or not isinstance(names, list) or not names:
+        return ""
+    shown = ", ".join(map(str, names[:_MOST_NAMES]))
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return f" Without a gradient: {_short(shown, 300)}{more}."
 
 
 def _raised_at(error: Mapping[str, Any]) -> tuple[Evidence, ...]:
@@ -284,7 +303,7 @@ def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
     exits = {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
     stopped = any("Sending process" in _message(each) for each in current_events(capsule))
     rank, last = _rank(error), _last_step(capsule)
-    words = _short(f"{error.get('type') or 'an exception'}: {_message(error)}", 440)
+    words = _short(_words(error), 440)
     alone = not stopped and rank in exits and len(exits) == 1
     who = "A rank" if rank is None else f"Rank {rank}"
     why = (

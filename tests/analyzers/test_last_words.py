@@ -163,3 +163,23 @@ class TestComputedAgain:
     def test_a_number_that_was_not_expected_is_none(self, read: Read):
         spike = self.NAN.replace("result nan", "result 12.5").replace("NaN", "spiky loss")
         assert finding(read(STEPS + spike), LOSS_NAN) is None
+
+
+class TestWords:
+    UNUSED = (
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/job/train.py", line 8, in main\n'
+        "[rank1]: RuntimeError: Expected to have finished reduction in the prior iteration. " + "Words. " * 80 + "\n"
+        "[rank1]: Parameter indices which did not receive grad for rank 1: 4 5 6\n"
+    )
+
+    @pytest.mark.fires(FAILED)
+    def test_the_parameters_at_the_end_of_a_long_message_are_said(self, read: Read):
+        found = finding(read(STEPS + self.UNUSED))
+        assert found.summary.endswith("Without a gradient: parameter 4, parameter 5, parameter 6.")
+        other = "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: bad row\n"
+        assert "gradient" not in finding(read(STEPS + other)).summary
+
+    def test_a_type_that_the_message_holds_is_said_once(self, read: Read):
+        line = "RuntimeError: [enforce fail] can't allocate memory: you tried to allocate 68719476736 bytes."
+        found = finding(read(f"{STEPS}Traceback (most recent call last):\n{line}\n"))
+        assert found.summary.count("RuntimeError") == 1
