@@ -87,7 +87,9 @@ class LLMConsoleCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Keep the window in which it was raised, and end."""
         self._leave(exception)
-        self._close()
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.__exit__(type(exception), exception, exception.__traceback__)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Seal the capsule."""

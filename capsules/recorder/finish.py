@@ -18,6 +18,7 @@ from . import statistics
 from .captured import StepSample
 from .coverage import coverage
 from .device import DeviceScalars
+from .ending import seal
 from .failure import by_collective, raised_at, said_by
 from .loop import Loop
 from .observed import observed_facts
@@ -69,6 +70,8 @@ class Finisher:
         self._facts: dict[str, Any] = {}
         self._crashed = False
         self._raised = (0, "")  # the last exception
+        self._over = 0.0  # Unix seconds: the end of the last window
+        self.signal: str | None = None  # the last one that came
         self.step = 0
         self._cursor: Any = None
         self.trigger: Trigger | None = None
@@ -89,25 +92,35 @@ class Finisher:
         memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         kind, name = "oom" if memory else "exception", type(error).__name__
         words = said_by(error)[:2000]
+        if window is None and self._raised == (id(error), words):
+            return  # on its way out of a step, which has told it
         message = f"{name}: {words}"[:2000]
         self._crashed = True
         frames = raised_at(error)
         if self.ranks is not None:
-            began = 0.0 if window is None else window.backward_began or window.micro.began
+            began = self._over if window is None else window.backward_began or window.micro.began
             self.ranks.ends(kind, message, since=began if by_collective(error, frames) else None)
         device = isinstance(error, torch.OutOfMemoryError)
         extra: dict[str, Any] = self._loop.memory.failure(words) if device else {"where": "host"} if memory else {}
         said = {"type": name, "message": words, "frames": frames or None, **extra}
         if window is not None:
             window.event(kind, **said)
-        elif self._raised != (id(error), words):  # between two steps, and not on its way out of one
+        else:
             self._writer.record("events", {"kind": kind, "step": self.step, "t": time.time(), **said})
         self._raised = id(error), words
         self._ask(Trigger(kind, self._at(window), self._rank, signal=name, message=message), window)
         self._writer.heartbeat(status="crashed")
 
+    def remark(self, words: str) -> None:
+        """Something was not as it should be at the end, and the job dealt with it."""
+        if self.ranks is not None:
+            self.ranks.remark = words
+        fields = {"level": "warning", "logger": "llmconsole.recorder", "message": words}
+        self._writer.record("events", {"kind": "log", "step": self.step, "t": time.time(), **fields})
+
     def signalled(self, name: str, final: bool, window: Window | None) -> None:
         """A signal has come; ``final``: the process ends when this returns, so everything is written now."""
+        self.signal = name
         self._ask(Trigger("signal", self._at(window), self._rank, signal=name, message=f"received {name}"), window)
         if final:
             if self.ranks is not None:
@@ -175,11 +188,12 @@ class Finisher:
         if window.cursor is not None:
             self._cursor = window.cursor
         if self._crashed and not any(trigger.kind in ("exception", "oom") for trigger in window.requests):
-            self._crashed = False  # the loop caught it and goes on
+            self._crashed, self._raised = False, (0, "")  # the loop caught it and goes on
             if self.ranks is not None:
                 self.ranks.goes_on()
             self._attempt("heartbeat", lambda: self._writer.heartbeat(status="recording"))
         self._attempt("size", self._check_size)
+        self._over = time.time()
 
     def _collect(self, window: Window, tokens: list[Any]) -> None:
         numbers = window.numbers
@@ -381,19 +395,3 @@ class Finisher:
         if self.ranks is not None:
             self.ranks.stop()
         seal(self._writer, reason, self.step, self._crashed)
-
-
-def seal(writer: CapsuleWriter, reason: str | None, step: int = 0, crashed: bool = False) -> None:
-    """Close a capsule whose recorder ends before the job, with the reason in it where there is one.
-
-    Never raises, and does nothing where the capsule is closed. ``crashed``: by an exception of the job.
-    """
-    try:
-        if reason is not None and not writer.closed:
-            writer.release()
-            fields = {"level": "warning", "logger": "llmconsole.recorder", "message": f"recording ended: {reason}"}
-            with contextlib.suppress(OSError):
-                writer.record("events", {"kind": "log", "step": step, "t": time.time(), **fields})
-        writer.close(status="crashed" if crashed else "sealed")
-    except Exception:  # not even the reserve was left: readers will see that its writer is gone
-        return

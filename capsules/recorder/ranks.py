@@ -24,7 +24,6 @@ from ..writer import CapsuleWriter
 from . import checksums
 from .calls import frames_of
 from .collectives import Collectives
-from .failure import said_by
 from .operation import Operation
 from .triggers import Trigger
 from .watchdog import TICK, Watchdog
@@ -83,6 +82,7 @@ class Ranks:
         self._inside = 0.0  # seconds in collectives up to the end of the last window
         self._means = Means()
         self._exit: dict[str, Any] | None = None
+        self.remark: str | None = None  # on an end that is none of an error
         self._hung: Operation | None = None
         self._told = False  # of the hang of another rank
         self._flag = writer.path / FLAG
@@ -229,7 +229,8 @@ class Ranks:
         if self._closed:
             return
         self._closed = True
-        self._exit = self._exit or _uncaught() or {"kind": "ok", "t": time.time()}
+        said = {"message": self.remark} if self.remark else {}
+        self._exit = self._exit or {"kind": "ok", "t": time.time(), **said}
         done: list[bool] = []
         self._attempt("collectives", lambda: done.append(self._collect_all()))
         if self._collectives.lost:
@@ -293,11 +294,3 @@ def _seconds(given: Any) -> float | None:
         return seconds
     log.warning("hang_after=%.60r is no number of seconds above 0; the default holds", given)
     return None
-
-
-def _uncaught() -> dict[str, Any] | None:
-    """The exception that ends the interpreter, where one does: it was printed before anything at exit runs."""
-    error = getattr(sys, "last_value", None)
-    if not isinstance(error, Exception):
-        return None
-    return {"kind": "exception", "message": f"{type(error).__name__}: {said_by(error)}"[:2000], "t": time.time()}

@@ -32,9 +32,10 @@ from . import describe, environment, facts, optimizer, rendezvous
 from .between import Between
 from .checkpoints import Checkpoints
 from .device import DeviceScalars
+from .ending import Ending, handled, seal, tell, uncaught, under_way
 from .evaluation import Pass
 from .failure import said_by
-from .finish import Finisher, seal
+from .finish import Finisher
 from .hooks import ModuleHooks
 from .loop import Loop
 from .ranks import Ranks
@@ -99,13 +100,13 @@ class Recorder:
         title: str = "",
     ) -> None:
         self.path: Path | None = None
-        self.recording = False
         self._pid = os.getpid()
-        self._ended = False
+        self.recording = self._ended = False
         self._disabled: set[str] = set()
         self._next_step = 0
         self._patience = UNSEEN_MICROS
         self._left = time.perf_counter()
+        self._handled = handled()  # what the job was dealing with when it last trained
         self._reason: str | None = None  # of an end that nobody asked for
         self._put_on = ExitStack()  # what takes off again all that was put on, the newest first
         try:
@@ -176,7 +177,7 @@ class Recorder:
 
         def at_exit() -> None:
             if (it := this()) is not None:
-                it.close()
+                it._close(uncaught())
 
         self._put_on.callback(atexit.unregister, at_exit)
         atexit.register(at_exit)
@@ -255,28 +256,28 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is pending, seal the capsule, leave model and process as they were. A second call does nothing."""
+        self._close(under_way(self._handled))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close(None if error is None else Ending(error, True))
+
+    def _close(self, ending: Ending | None) -> None:
         if not self._alive():
             return
         with self._signals:
+            if ending is not None:
+                self._attempt("exception", lambda: tell(ending, self._finisher, self._loop.window))
             if self._loop.window is not None:
                 self._finish()
             self._attempt("close", self._between.close)
             self._attempt("close", self._finisher.close)
             self._take_off()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and self._alive():
-            with self._signals:
-                self._attempt("exception", lambda: self._finisher.failed(error, self._loop.window))
-        self.close()
-
     def _begin(self, handle: Step) -> None:
-        loop, began = self._loop, time.perf_counter()
+        loop, began, self._handled = self._loop, time.perf_counter(), handled()
         told: list[int] = []
         if handle.number is not None:
             self._attempt("step numbers", lambda: told.append(describe.step_number(handle.number)))
@@ -334,9 +335,8 @@ class Recorder:
         """End a window that no optimizer ends, and from now on as many micro-batches later as the job declared."""
         declared = self._finisher.accumulation or 1
         if self._patience > declared:
-            words = (
-                f"no optimizer step was seen in {len(window.micros)} micro-batches; a step is now {declared} of them"
-            )
+            micros = len(window.micros)
+            words = f"no optimizer step was seen in {micros} micro-batches; a step is now {declared} of them"
             window.events.append(window.log("warning", words))
             self._patience = declared
         self._finish()

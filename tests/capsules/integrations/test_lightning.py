@@ -101,3 +101,22 @@ def test_an_exception_ends_in_a_crashed_capsule(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("runs/*.capsule")
     capsule = Capsule.open(path)
     assert (capsule.status, capsule.trigger.kind, capsule.trigger.step) == ("crashed", "exception", 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exception_out_of_the_loader_ends_in_a_crashed_capsule(tmp_path: Path) -> None:
+    class Samples(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from loader(4, 1).dataset
+            raise OSError("the share is gone")
+
+    samples = torch.utils.data.DataLoader(Samples(), batch_size=2)
+    trainer = lightning.Trainer(
+        default_root_dir=tmp_path, max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[LLMConsoleCallback(tmp_path / "runs")],
+    )  # fmt: skip
+    with pytest.raises(OSError, match="share"):
+        trainer.fit(Job(), samples)
+    (path,) = tmp_path.glob("runs/*.capsule")
+    capsule = Capsule.open(path)
+    assert (capsule.status, capsule.trigger.message) == ("crashed", "OSError: the share is gone")

@@ -375,6 +375,31 @@ def test_a_call_that_aborts_is_on_disk_and_so_is_a_signal_that_python_never_sees
     assert (end["kind"], end["message"], capsule.trigger.kind) == ("signal", "SIGTERM", "signal")
 
 
+LOST = """
+net = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with Recorder(sys.argv[1], model=net, optimizer=optimizer) as recorder:
+    for step in range(4):
+        pair = batch(step)
+        with recorder.step(batch=pair):
+            loss_of(net, pair).backward()
+            optimizer.step(); optimizer.zero_grad()
+        if step == 2 and rank == 1:
+            raise ValueError("no batch")
+"""
+
+
+def test_an_error_that_a_step_has_told_makes_no_earlier_call_a_failed_one(pair: Any) -> None:
+    started = pair(LOST)
+    assert [status for status, *_ in started.finish()] == [1, 1]
+    capsule = started.capsule()
+    rows = rows_of(capsule, 0)
+    assert [row["state"] for row in rows] == ["completed"] * (len(rows) - 1) + ["started"]
+    ends = [capsule.records("ranks", rank=rank)[-1] for rank in (0, 1)]
+    assert [end["last_completed"]["0"] for end in ends] == [rows[-1]["seq"] - 1] * 2
+    assert ends[1]["exit"]["message"] == "ValueError: no batch"
+
+
 RING = """
 from llmconsole.capsules import CapsuleWriter
 from llmconsole.capsules.recorder.collectives import MOST_ROWS, Collectives

@@ -183,3 +183,13 @@ def test_a_script_that_never_closes_is_sealed_at_exit(job: Any) -> None:
     assert (status, err) == (0, "")
     assert left.capsule().status == "sealed"
     assert len(left.capsule().scalars("loss")) == 4
+
+
+def test_a_script_that_never_closes_and_raises_between_two_steps_says_so_at_exit(job: Any) -> None:
+    left = job(script(each="if step == 3: raise ValueError('no batch')"))
+    status, _, err = left.finish()
+    assert (status, "ValueError: no batch" in err) == (1, True)
+    capsule = left.capsule()
+    assert (capsule.status, capsule.trigger.message, capsule.trigger.step) == ("crashed", "ValueError: no batch", 3)
+    (event,) = [event for event in capsule.records("events") if event["kind"] == "exception"]
+    assert event["frames"][0]["name"] == "<module>"
