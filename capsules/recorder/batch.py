@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +104,28 @@ def _is_flags(value: Tensor) -> bool:
 
 
 def _positional(inputs: tuple[Any, ...], model: nn.Module) -> dict[str, Any]:
-    try:
-        names = list(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):
+    if not inputs:
         return {}
+    bound = getattr(model.forward, "__func__", None)
+    names = _parameters_of(model.forward) if bound is None else _parameters_of(bound)[1:]
     return dict(zip(names, inputs, strict=False))
+
+
+# Names of the parameters of functions: to look them up takes longer than all else that is done with a batch.
+_parameters: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def _parameters_of(function: Any) -> list[str]:
+    with contextlib.suppress(TypeError):  # some callables cannot be remembered
+        if (known := _parameters.get(function)) is not None:
+            return known
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    with contextlib.suppress(TypeError):
+        _parameters[function] = names
+    return names
 
 
 def _named(values: Mapping[Any, Any]) -> dict[str, Tensor]:

@@ -35,7 +35,9 @@ def caller(depth: int) -> FrameType:
 
 def stands_in(tensor: Tensor) -> bool:
     """Whether a tensor has no values to read: it stands for others inside a function transform, or for a tracer's."""
-    return isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # pyright: ignore
+        return True
+    return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
 
 
 def fused_norms(tensors: list[Tensor]) -> list[Tensor]:

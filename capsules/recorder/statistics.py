@@ -50,7 +50,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 def at_hand(tensor: Tensor) -> bool:
     """Whether reading a value costs nothing: on a device it would wait for everything before it."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -63,16 +63,30 @@ def local(tensor: Tensor) -> Tensor:
 
 def norm(tensor: Tensor) -> Tensor:
     """‖tensor‖₂ as a 0-d tensor on the tensor's device, accumulated in float32 or wider (fp16 would overflow)."""
-    if tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
-        # BLAS takes half the time of vector_norm while the tensor is in the cache. Where the square overflows the
-        # result is Inf, and whoever sees a norm that is not finite looks closer.
-        flat = tensor.view(-1)
-        return torch.dot(flat, flat).sqrt_()
+    if tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous():
+        return _square(tensor).sqrt_()
     if tensor.dtype in (torch.float32, torch.float64):
         return torch.linalg.vector_norm(tensor)
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()
     return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+
+
+def norm_at_hand(tensor: Tensor) -> float:
+    """The norm of a tensor on a CPU as a number: of every tensor of every step, so each operation on it counts."""
+    if tensor.dtype is torch.float32 and tensor.is_contiguous():
+        return math.sqrt(_square(tensor).item())
+    return norm(tensor).item()
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """‖tensor‖₂² of a contiguous float32 tensor on a CPU.
+
+    BLAS takes half the time of vector_norm while the tensor is in the cache. Where the square overflows the result is
+    Inf, and whoever sees a norm that is not finite looks closer.
+    """
+    flat = tensor.view(-1)
+    return torch.dot(flat, flat)
 
 
 def nonfinite_counts(tensor: Tensor) -> Tensor:

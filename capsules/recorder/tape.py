@@ -120,7 +120,7 @@ class Tape:
         if statistics.at_hand(values):
             if self.everything:
                 row.full = statistics.full(values)  # the norm is among them
-            elif not math.isfinite(norm := statistics.norm(values).item()):
+            elif not math.isfinite(norm := statistics.norm_at_hand(values)):
                 row.full = statistics.full(values)
                 # From the first bad tensor on everything of this step is of interest, and on a CPU still at hand.
                 self.everything = row.bad
