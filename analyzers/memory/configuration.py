@@ -24,6 +24,9 @@ _OPTIMIZERS = (
 )
 _FULLY_SHARDED = ("fsdp", "full_shard", "fully_shard", "hybrid_shard", "zero3", "zero-3", "zero_3")
 _HALVES = ("bfloat16", "float16")
+#: Names by which configurations declare the dtype that sharded weights are gathered in, and short names of dtypes.
+_PARAMETER_DTYPES = frozenset({"mixed_precision_param", "param_dtype", "fsdp_param_dtype"})
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 #: What fields are called in a sentence.
 _SPOKEN = (
     ("model.", "the sizes of the model"),
@@ -212,17 +215,35 @@ def _precisions(capsule: Capsule, *, whole: bool) -> tuple[Precision, ...]:
     words = (precision or "").lower().replace("bfloat16", "bf16").replace("float16", "fp16").replace("float32", "fp32")
     if any(record.get("master_dtype") for record in capsule.records("param_groups")[:MOST_BATCHES]):
         return ("half-master",)
-    if "pure" in words:
+    if any(word in words for word in ("pure", "true", "full")) and "32" not in words:
         return ("half",)
     if "mixed" in words or words in ("bf16", "fp16", "amp"):
-        if dtype == "float32":
-            computed = set() if whole else set(capsule.stats(role="activation").dtype.tolist())
-            gathered = bool(computed) and computed <= set(_HALVES)  # autocast leaves sums and norms in float32
-            return ("autocast",) if whole else ("half-gathered",) if gathered else ("half-gathered", "autocast")
-        return ("half-master",) if dtype in _HALVES else ("autocast", "half-master")
-    if "fp32" in words or (not words and dtype == "float32"):
+        if dtype in _HALVES:
+            return ("half-master",)
+        beside: tuple[Precision, ...] = () if dtype == "float32" else ("half-master",)
+        return (("autocast",) if whole else _of_shards(capsule)) + beside
+    if "fp32" in words or words in ("32", "32-true") or (not words and dtype == "float32"):
         return ("fp32",)
     return ("half", "half-master") if not words and dtype in _HALVES else ()
+
+
+def _of_shards(capsule: Capsule) -> tuple[Precision, ...]:
+    """How sharded weights of float32 are computed with: as declared, else as what ran shows, else either way."""
+    declared = _gathered_in(capsule.manifest.config)
+    computed = {declared} if declared is not None else set(capsule.stats(role="activation").dtype.tolist())
+    if computed and computed <= set(_HALVES):  # autocast leaves sums and norms in float32
+        return ("half-gathered",)
+    return ("autocast",) if declared is not None else ("half-gathered", "autocast")
+
+
+def _gathered_in(config: Any) -> str | None:
+    """The dtype that weights are gathered in, where the configuration declares it (FSDP's mixed precision)."""
+    named = (
+        str(value).lower().rpartition(".")[2]
+        for key, value in _settings(config)
+        if key.lower() in _PARAMETER_DTYPES and isinstance(value, str)
+    )
+    return next((_DTYPES.get(name, name) for name in named), None)
 
 
 def _sharding(capsule: Capsule) -> tuple[int, int, bool] | None:

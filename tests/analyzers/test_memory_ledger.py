@@ -101,6 +101,8 @@ def test_a_manifest_gives_the_shape_and_the_job_that_it_describes(build: Make):
         ({}, ("bfloat16", "float32"), {"half-gathered", "autocast"}, ("training.precision",)),
         ({"sharding": {"kind": "ddp"}}, ("bfloat16", "bfloat16"), {"autocast"}, ()),
         ({"precision": "bf16-pure"}, (), {"half"}, ()),
+        ({"precision": "bf16-true"}, (), {"half"}, ()),  # Lightning's word
+        ({"precision": "32-true"}, (), {"fp32"}, ()),
     ],
 )
 def test_sharded_weights_of_float32_may_be_computed_with_in_16_bits(
@@ -117,6 +119,26 @@ def test_sharded_weights_of_float32_may_be_computed_with_in_16_bits(
     found = plan(build(write, {"model": LLAMA_8B | {"dtype": "float32"}, "training": TRAINING | training}))
     assert {job.precision for _, job in found.readings} == precisions
     assert found.open == open_fields
+
+
+@pytest.mark.parametrize(
+    ("config", "sharding", "precisions"),
+    [
+        ({"training": {"mixed_precision_param": "bfloat16"}}, "fsdp", {"half-gathered"}),
+        ({"fsdp_config": {"param_dtype": "torch.bfloat16"}}, "fsdp", {"half-gathered"}),
+        ({"training": {"mixed_precision_param": "float32"}}, "fsdp", {"autocast"}),
+        ({"training": {"mixed_precision_param": "bfloat16"}}, "ddp", {"autocast"}),
+        ({"training": {"mixed_precision_reduce": "bfloat16"}}, "fsdp", {"half-gathered", "autocast"}),
+    ],
+)
+def test_the_dtype_that_sharded_weights_are_gathered_in_is_read_where_it_is_declared(
+    build: Make, config: dict[str, Any], sharding: str, precisions: set[str]
+):
+    training = TRAINING | {"sharding": {"kind": sharding}}
+    for dtype, beside in (("float32", set[str]()), (None, {"half-master"})):
+        model = LLAMA_8B | {"dtype": dtype}
+        found = plan(build(nothing, {"model": model, "training": training, "config": config}))
+        assert {job.precision for _, job in found.readings} == precisions | beside
 
 
 @pytest.mark.parametrize(
