@@ -9,10 +9,12 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from ..registry import rule
+from . import thresholds as T
 from .alignment import Parting
 from .collectives import Calls
 from .diagnosis import Diagnosis, Missing, diagnosis
 from .fingerprints import fingerprint_finding
+from .pairs import pair_of_two_sizes
 from .signatures import same_count
 from .sizes import size_finding
 from .words import at_site, call_words, last_step, named_ranks
@@ -48,12 +50,14 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
         compared with the majority's after one call is replaced, after some are skipped, added or exchanged, and the
         edit after which most agrees is named, once. Three ranks are needed to outvote one; in smaller groups the other
         groups of the same purpose decide. Else undetermined, with both sides; and so where only Gloo's error is left,
-        since the rank that it ends is the one that received. Warning where the calls ended and only
+        since the rank that it ends is the one that received, and where a send and its receive of one number move
+        different data and do not end. Warning where the calls ended and only
         their spelling or the arrangement of equally many elements differs.
 
     Looks like it but is not:
         Sizes that differ legally: all-to-all, uneven gathers and scatters given as lists, the ranks of a rooted call
-        without input or output. Numbers that are shifted by one after a single skipped call. Sends and receives.
+        without input or output. Numbers that are shifted by one after a single skipped call. Sends and receives under
+        way.
 
     What to try next:
         Compare the code that leads to the named line on the named rank with that of the others: what differs in its
@@ -73,7 +77,8 @@ def collective_mismatch(capsule: Capsule) -> Iterator[Finding]:
         if not conditional_end(found, added):
             said = True
             yield added_finding(capsule, found, added)
-    if not said and (finding := fingerprint_finding(capsule, found) or _by_size(capsule, found)) is not None:
+    last = () if said else (fingerprint_finding, _by_size, _by_pair)
+    if (finding := next((each for of in last if (each := of(capsule, found)) is not None), None)) is not None:
         yield finding
 
 
@@ -122,6 +127,11 @@ def rank_conditional(capsule: Capsule) -> Iterator[Finding]:
 def _by_size(capsule: Capsule, found: Diagnosis) -> Finding | None:
     """What Gloo's error says, where no call on record says more."""
     return None if found.partings or found.added or found.state.waits or found.circles else size_finding(capsule)
+
+
+def _by_pair(capsule: Capsule, found: Diagnosis) -> Finding | None:
+    """What a send and its receive say, where ranks wait in nothing else."""
+    return None if found.missing or found.circles else pair_of_two_sizes(capsule, found)
 
 
 def conditional(found: Diagnosis, parting: Parting) -> bool:
@@ -272,7 +282,13 @@ def _in_words(calls: Calls, sides: dict[str, tuple[list[int], int]]) -> str:
 
 
 def _open(sides: dict[str, tuple[list[int], int]]) -> str:
-    return "with so few ranks" if len(sides) <= 2 else f"of {len(sides):,} different calls"
+    """Why nothing decides between the sides."""
+    sizes = [len(ranks) for ranks, _ in sides.values()]
+    if len(sides) > 2:
+        return f"of {len(sides):,} different calls"
+    if sum(sizes) < T.DECIDING_RANKS:
+        return "with so few ranks"
+    return f"with {sizes[0]} ranks against {sizes[-1]}" if len(set(sizes)) == 1 else "without the ranks not seen"
 
 
 def _fix(parting: Parting, who: str, *, undecided: bool) -> str:

@@ -97,7 +97,9 @@ def _age(calls: Calls, state: Waiting) -> tuple[float, float]:
     Where nobody waits for anybody, the first call in flight counts: all may be in one that does not end.
     """
     tables = [(calls.direct if each.direct else calls.table, each.row) for each in state.waits if each.row >= 0]
-    tables = tables if state.waits else [(calls.table, row) for row in np.flatnonzero(calls.table.pending).tolist()]
+    if not state.waits:
+        both = (calls.table, calls.direct)
+        tables = [(table, row) for table in both for row in np.flatnonzero(table.pending).tolist()]
     began = [float(table.created[row]) for table, row in tables]
     known = [at for at, moment in enumerate(began) if np.isfinite(moment)]
     if not known or not calls.written:

@@ -11,7 +11,7 @@ from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.runner import analyze
 from llmconsole.capsules import Capsule
 
-from tests.analyzers.played_jobs import Played, play, same
+from tests.analyzers.played_jobs import T0, Played, play, same
 
 MISMATCH, MISSING, COVERAGE = (
     "distributed/collective-mismatch",
@@ -102,3 +102,51 @@ class TestSetAside:
     def test_a_rank_that_is_missing_is_not_set_aside(self, build: Any) -> None:
         played = play(same(4), stuck=lambda rank, at: rank == 1 and at >= 16)
         assert findings(build(lambda w: played.write(w)), COVERAGE) == []
+
+
+def one_pair(sent: tuple[int, ...], awaited: tuple[int, ...], *, age: float = 600.0, seq: int = 7) -> Any:
+    """Ranks 0 and 1 in one send and its receive; ``age`` of the call in the dumps, ``seq`` of the receive."""
+
+    def fill(w: Any) -> None:
+        for rank, (op, shape, number) in enumerate((("send", sent, 7), ("recv", awaited, seq))):
+            call = {"group": "0", "group_ranks": [0, 1], "op": op, "p2p": True, "peer": 1 - rank, "seq": number}
+            call |= {"order": 9, "dtype": "float32", "shapes_in": [list(shape)], "shapes_out": [list(shape)]}
+            w.record("collectives", {**call, "state": "started", "t_created": T0, "timeout_s": 600.0}, rank=rank)
+            w.record("ranks", {"dump": True, "last_seq": {"0": 0}, "dumped": T0 + age}, rank=rank)
+
+    return fill
+
+
+class TestPairs:
+    @pytest.mark.fires(MISMATCH)
+    def test_a_send_of_another_size_than_its_receive_is_said_of_both_sides(self, build: Any) -> None:
+        capsule = build(one_pair((4, 2, 64), (4, 1, 64)))
+        (found,) = findings(capsule, MISMATCH)
+        assert (found.confidence, found.where.rank) == ("undetermined", None)
+        assert "Rank 0 sends float32 [4, 2, 64]" in found.summary
+        assert "rank 1 awaits float32 [4, 1, 64]" in found.summary
+        assert findings(capsule, MISSING) == []
+
+    @pytest.mark.fires(MISSING)
+    @pytest.mark.quiet(MISMATCH)
+    def test_a_pair_of_one_size_that_stands_for_its_time_out_does_not_end(self, build: Any) -> None:
+        capsule = build(one_pair((4, 2, 64), (4, 128)))
+        (found,) = findings(capsule, MISSING)
+        assert (found.confidence, found.where.rank) == ("undetermined", None)
+        assert "no rank is missing" in found.summary
+        assert findings(capsule, MISMATCH) == []
+
+    @pytest.mark.quiet(MISSING)
+    @pytest.mark.quiet(MISMATCH)
+    @pytest.mark.parametrize("how", [{"age": 1.0}, {"age": 1.0, "seq": 8}])
+    def test_a_pair_under_way_is_health(self, build: Any, how: dict[str, Any]) -> None:
+        capsule = build(one_pair((4, 2, 64), (4, 2, 64), **how))
+        assert findings(capsule, MISSING) == findings(capsule, MISMATCH) == []
+
+
+def test_many_ranks_against_as_many_are_not_few(build: Any) -> None:
+    programs = same(8)
+    for rank in range(4):
+        programs[rank][6] = replace(programs[rank][6], shape=(7,))
+    (found,) = findings(build(lambda w: play(programs).write(w)), MISMATCH)
+    assert "with 4 ranks against 4 nothing says which is right" in found.summary
