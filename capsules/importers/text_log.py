@@ -84,7 +84,7 @@ def read(source: Source, out: Run) -> None:
                         continue
                 if not line:
                     line = log.owner(raw[:_SEEN].decode("utf-8", "replace"))
-                    if _QUOTE.match(line) is not None:
+                    if ">" in line[:4] and _QUOTE.match(line) is not None:
                         break
                 if take(line):
                     used[at] += 1

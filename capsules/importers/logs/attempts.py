@@ -50,6 +50,9 @@ class Attempts:
     def reached(self, step: int) -> None:
         """A step was reported."""
         back = step < self._last - 1
+        if not (back or self._stopped):
+            self._last = step
+            return
         if self._stopped:
             self._after += step > self._newest
             self._newest = max(self._newest, step)
