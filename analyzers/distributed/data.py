@@ -312,7 +312,7 @@ def _finding(capsule: Capsule, where: Layout, key: str, overlap: _Overlap, conte
             ),
         ),
         cause=(
-            "no distributed sampler: every rank reads the whole data set in the same order"
+            "no distributed sampler, or one that is given the same rank on every process"
             if everyone
             else "the sampler is given the same rank on several processes (the rank within the node, for example)"
         ),
@@ -328,16 +328,16 @@ def _spread_finding(where: Layout, key: str, spread: _Spread) -> Finding:
         title="Ranks draw each other's samples",
         summary=(
             f"{spread.repeated} of {spread.rows} samples up to step {spread.last} were seen by several ranks, while no "
-            f"rank has repeated one of its own: each goes through the whole data set in an order of its own."
+            f"rank has repeated one of its own: each goes through the data in an order of its own."
         ),
         where=Where(step=spread.first),
         evidence=(
             Evidence(name="samples seen by several ranks", value=spread.repeated, expected=0, note=f"by {key}"),
             Evidence(name="samples of a rank's own seen twice", value=0, expected=spread.pairs / (spread.shares - 1)),
         ),
-        cause="no distributed sampler: each rank shuffles the whole data set with a seed of its own",
-        next=("compare the number of batches in an epoch with samples / (batch × ranks)",),
-        fix=("a distributed sampler with the global rank and world size, and set_epoch",),
+        cause="each rank shuffles with a seed of its own, without a distributed sampler or with it",
+        next=("compare the number of batches in an epoch with samples / (batch × ranks): more without a sampler",),
+        fix=("a distributed sampler with the global rank and world size, one seed on all ranks, and set_epoch",),
     )
 
 

@@ -180,6 +180,8 @@ def _deaths(capsule: Capsule, gave_up: set[int], gone: set[int]) -> list[Death]:
             continue  # its exception has said why
         if kind in ("oom", "exception", "signal") and not message.startswith(tuple(SECONDARY)):
             take(rank, kind, message or str(kind), end.get("t"), None)
+        elif kind == "ok" and message:  # an error that the job dealt with, in which it ended all the same
+            take(rank, "exception", message, end.get("t"), None)
     if (silent := _silently(capsule)) is not None and silent[0] not in found:
         found[silent[0]] = Death(silent[0], "signal", silent[1], None, None, silent=True)
     return list(found.values())
@@ -216,7 +218,7 @@ def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any
     for rank, end in exits.items():
         if end.get("kind") == "hang":
             affected[rank] = "hung"
-        elif end.get("kind") in ("exception", "signal") and GAVE_UP.search(str(end.get("message") or "")):
+        elif end.get("kind") in ("exception", "signal", "ok") and GAVE_UP.search(str(end.get("message") or "")):
             affected[rank] = "raised for a peer that was gone or a call that did not end"
     for event in found.calls.timeouts:
         affected[event["rank"]] = "timed out in a collective"

@@ -267,7 +267,10 @@ def _cause(kind: str, first: bool, local: bool) -> str:
     if local:
         return "the replicas are averaged now and then, not at every step"
     if first:
-        return "the ranks did not start from the same values: seeds or checkpoints differ, or nothing was broadcast"
+        return (
+            "the ranks did not start from the same values (seeds, checkpoints, no broadcast), or the first recorded "
+            "step was not the same on all: gradients that were not reduced, a clip, a skip"
+        )
     return "a step that was not the same on all replicas: its gradient, its clipping, its skip, or a change outside it"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..finding import Evidence, Finding, Where
-from ..registry import NotCaptured, rule
+from ..registry import NotCaptured, NotJudged, rule
 from ..series import curve, spread
 from . import thresholds as T
 from .layout import Layout, hosts, layout
@@ -50,10 +50,12 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         the same pipeline stage over that of the rank: below 0.7, in the median over the steps after the warm-up and in
         at least 60 % of them, while it costs 10 % of the step and 5 ms or more; waiting for input is judged by itself,
         too, from 20 % of the step on. Three steps are enough where the times of the others are steady; twelve, and
-        slowness in 80 % of them, where they scatter by a quarter of their size. The share of calls to which it came
-        last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves from rank to
-        rank: that is work of unequal length, no slow rank. Undetermined where a rank only queues its calls after all
-        others: its host may run less far ahead, and no device wait.
+        slowness in 80 % of them, where they scatter by a quarter of their size; or fewer where the rank takes longer at
+        each than any other at any, and chance would have it so in less than 1 of 1,000 jobs. The share of calls to
+        which it came last is shown beside the 95th percentile of ranks that take turns. Info where a large loss moves
+        from rank to rank: that is work of unequal length, no slow rank. Undetermined where a rank only queues its calls
+        after all others: its host may run less far ahead, and no device wait. Where fewer steps are on record than the
+        scatter asks for, the rule is skipped.
 
     Looks like it but is not:
         Ranks that wait: they show the longest times in collectives. Warm-up, one slow step for a checkpoint or an
@@ -70,10 +72,12 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
     """
     where = layout(capsule)
     looked = queued = False
+    wanted = 0
     taking_turns: Finding | None = None
     for timing in timings(capsule):
         looked, queued = True, queued or timing.source == ARRIVALS
-        slow = _slow(timing, where)
+        slow, more = _slow(timing, where)
+        wanted = max(wanted, more)
         if slow is not None:
             yield _finding(capsule, timing, slow)
             return
@@ -84,6 +88,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         yield taking_turns
     elif queued and (lag := steady_lag(capsule)) and lag[1] >= max(T.LAG_SECONDS, T.LOST_SHARE * lag[2]):
         yield _lagging(*lag)
+    elif wanted:
+        raise NotJudged(f"{wanted} steps behind the warm-up: a rank looks slow, and the times of the others scatter")
 
 
 @dataclass(frozen=True)
@@ -139,31 +145,34 @@ def _medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (low + high) / 2
 
 
-def _slow(timing: Timing, where: Layout | None) -> _Slow | None:
-    """The ranks that are slow at most steps, with the numbers of the slowest."""
+def _slow(timing: Timing, where: Layout | None) -> tuple[_Slow | None, int]:
+    """The ranks that are slow at most steps, with the numbers of the slowest; and steps that it would take, else 0."""
     losses = _losses(timing, where)
     pieces = len(_pieces(timing))
     alone = len(timing.own) == 1 and not timing.steps  # a mean a rank
     found: list[_Slow] = []
+    wanted = 0
     for rank, each in losses.items():
         most = max(pieces, len(each))
         slow = _judge(timing, rank, each, T.PERSISTENT * most)
         if slow is None:  # as nearly all of a thousand ranks
             continue
         noise = _noise(losses, rank)
-        if not alone and pieces < min(T.NOISY_PIECES, T.FEWEST_PIECES + int(T.PIECES_PER_NOISE * noise)):
-            continue
+        needed = min(T.NOISY_PIECES, T.FEWEST_PIECES + int(T.PIECES_PER_NOISE * noise))
         if noise > T.NOISE:
             slow = _judge(timing, rank, each, T.PERSISTENT_IN_NOISE * most)
+        if slow is not None and not alone and pieces < needed and not _apart(losses, rank):
+            wanted = max(wanted, needed)
+            continue
         # A rank that reads for its peers is late with its input by design.
         if slow is not None and not (
             slow.inputs and where is not None and (where.has("tensor") or where.has("context"))
         ):
             found.append(slow)
     if not found or len(found) > max(1, len(losses) // 2):  # where most are slow, there is no norm
-        return None
+        return None, wanted
     found.sort(key=lambda each: each.speed)
-    return replace(found[0], ranks=[each.ranks[0] for each in found])
+    return replace(found[0], ranks=[each.ranks[0] for each in found]), 0
 
 
 def _noise(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -> float:
@@ -171,6 +180,14 @@ def _noise(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -
     values = np.array([own for other, each in losses.items() if other != rank for own, _ in each.values()])
     median, deviation = spread(values)
     return deviation / median if median > 0 else T.NOISY_PIECES
+
+
+def _apart(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -> bool:
+    """Whether a rank took longer at each step than any other at any, which no scatter of equal ranks brings about."""
+    mine = [own for own, _ in losses[rank].values()]
+    theirs = [own for other, each in losses.items() if other != rank for own, _ in each.values()]
+    orders = math.comb(len(mine) + len(theirs), len(mine))
+    return min(mine) > max(theirs, default=math.inf) and len(losses) <= T.BY_LUCK * orders
 
 
 def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]], most: float) -> _Slow | None:

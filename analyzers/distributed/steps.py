@@ -1,4 +1,4 @@
-"""Ranks that did not make the same number of steps, or of micro-batches, because their data did not last as long."""
+"""Ranks that did not make the same number of steps, or of micro-batches, by their data or a decision of their own."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def uneven_steps(capsule: Capsule) -> Iterator[Finding]:
         model.
 
     Fix:
-        A distributed sampler with drop_last=True, or padding to the same number; decide to skip on all ranks together
-        (all_reduce the flag), or replace the sample instead of skipping it; DDP's join where uneven inputs are meant.
+        A distributed sampler with drop_last=True, or padding to the same number; decide to skip, or to stop, on all
+        ranks together (all_reduce the flag), or replace the sample instead of skipping it; DDP's join where uneven
+        inputs are meant.
     """
     books = accounts(capsule)
-    counted = {rank: each for rank, each in books.items() if _count(each) or each.left_out or each.micro}
+    counted = {rank: each for rank, each in books.items() if _count(each) is not None or each.left_out or each.micro}
     untold = any(each.get("samples_skipped") for each in capsule.records("events"))
     if len(counted) < 2 and not untold and not any(each.left_out for each in counted.values()):
         raise NotCaptured("steps, micro-batches or skipped samples of at least two ranks")
@@ -121,12 +122,15 @@ def _died(account: Account, books: Mapping[int, Account]) -> bool:
 def _by_steps(books: Mapping[int, Account], waited: frozenset[int], imported: bool) -> Finding | None:
     """Different numbers of steps."""
     stated = {rank: each.begun for rank, each in books.items() if each.steps}
+    if stated and waited:  # a rank that left before its first step is one of them, one that never trains is not
+        left = min((books[rank].ended_at for rank in waited), default=math.inf)
+        stated |= {r: 0 for r, each in books.items() if each.steps == 0 and each.ended == "ok" and each.ended_at < left}
     if len(stated) < 2:
         # Where only evidence of windows counts, ranks that began elsewhere, or log every tenth step, are no measure.
         shown = {rank: each for rank, each in books.items() if each.first is not None}
         first = most_common(each.first or 0 for each in shown.values()) if shown else 0
         stated = {rank: each.begun for rank, each in shown.items() if each.first == first}
-    counts = {rank: count for rank, count in stated.items() if count and not _died(books[rank], books)}
+    counts = {rank: count for rank, count in stated.items() if count is not None and not _died(books[rank], books)}
     if len(counts) < 2 or len(set(counts.values())) == 1:
         return None
     usual = most_common(counts.values()) if len(counts) > 2 else max(counts.values())
@@ -172,7 +176,10 @@ def _by_steps(books: Mapping[int, Account], waited: frozenset[int], imported: bo
             *_ends(books, [*named, *sorted(waited)]),
         ),
         cause=_cause(books, named),
-        next=("print len(loader) on every rank, and count what each yields over one epoch without the model",),
+        next=(
+            "print len(loader) on every rank, and count what each yields over one epoch without the model",
+            "look for what may leave the loop on one rank alone: early stopping, a time limit, a caught error",
+        ),
         fix=_FIX,
     )
 
@@ -274,7 +281,7 @@ def _by_skips(books: Mapping[int, Account], waited: frozenset[int], missing: fro
 
 _FIX = (
     "give every rank the same number of batches: a distributed sampler with drop_last, or padding",
-    "decide on all ranks together whether to skip (all_reduce the flag), or replace the sample",
+    "decide on all ranks together whether to skip or to stop (all_reduce the flag), or replace the sample",
 )
 
 
@@ -310,7 +317,7 @@ def _behind(account: Account, books: Mapping[int, Account]) -> tuple[str, int, i
 def _cause(books: Mapping[int, Account], named: Sequence[int]) -> str:
     if any(books[rank].left_out for rank in named):
         return "a condition on the data skipped samples on one rank alone, which therefore made fewer calls"
-    return "the loaders of the ranks hold different numbers of batches"
+    return "the loaders hold different numbers of batches, or a condition (a break) ended the loop on some ranks alone"
 
 
 def _said(books: Mapping[int, Account], named: Sequence[int]) -> str:

@@ -343,6 +343,23 @@ class TestInputBetweenSteps:
         assert found.where.rank == 1
         assert "input" not in found.cause
 
+    @pytest.mark.parametrize(
+        ("steps", "others", "fires"), [(12, 1, True), (8, 1, True), (6, 1, False), (8, 300, False), (18, 300, True)]
+    )
+    def test_a_short_run_is_enough_where_the_slow_rank_stands_apart(
+        self, build: Any, steps: int, others: float, fires: bool
+    ) -> None:
+        """Own times of 5 to 30 ms on a busy machine, and 250 ms more on rank 2; ``others``: a slow step of rank 0."""
+        noise = np.random.default_rng(3).lognormal(2.5, 0.8, (steps, 4))
+        noise[-1, 0] *= others
+        capsule = build(self.loop(lambda s, r: 1, lambda s, r: noise[s, r] + 250 * (r == 2), 4, steps))
+        (rule,) = (each for each in all_rules() if each.id == STRAGGLER)
+        report = analyze(capsule, [rule])
+        assert [each.where.rank for each in report.findings] == [2] * fires
+        # Too short a run is not called even: silence would say that it looked and found nothing.
+        assert [each.rule for each in report.skipped] == [STRAGGLER] * (not fires)
+        assert list(report.quiet) == []
+
     def test_a_few_steps_on_a_busy_machine_say_nothing(self, said: Any) -> None:
         for seed in range(30):
             noise = np.random.default_rng(seed).lognormal(4.0, 0.8, (8, 4))

@@ -57,6 +57,8 @@ class TestData:
         assert (found.confidence, found.severity, found.where.step) == ("confirmed", "critical", 0)
         assert "All ranks" in found.summary
         assert next(e.value for e in found.evidence if e.name == "share of rows in common") == 1.0
+        # A sampler that is given one rank everywhere gives the same rows: each reads its share then, not the whole.
+        assert found.cause == "no distributed sampler, or one that is given the same rank on every process"
 
     def test_nothing_said_of_the_layout_makes_it_likely(self, said: Any) -> None:
         (found,) = said(DATA, samples(lambda rank, n: n), PLAIN)
@@ -106,6 +108,7 @@ class TestData:
         (found,) = said(DATA, samples(lambda rank, n: int(order[rank][n]), steps=60), PLAIN)
         assert found.confidence == "likely"
         assert "order of its own" in found.summary
+        assert "without a distributed sampler or with it" in found.cause
 
     @pytest.mark.quiet(DATA)
     def test_disjoint_shares_over_several_epochs(self, said: Any) -> None:
@@ -233,7 +236,9 @@ class TestReplicas:
     def test_other_starts_are_named_as_such(self, said: Any) -> None:
         (found,) = said(REPLICAS, checksums(lambda r, s, n: (s, n, r == 1)), PLAIN)
         assert (found.where.rank, found.where.step) == (1, 0)
+        # The first checksum that the recorder takes is that after the first update.
         assert "did not start from the same values" in found.cause
+        assert "gradients that were not reduced" in found.cause
 
     def test_all_apart_from_the_start_may_be_shards(self, said: Any) -> None:
         apart = checksums(lambda r, s, n: (s, n, r))

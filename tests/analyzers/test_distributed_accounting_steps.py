@@ -55,6 +55,23 @@ class TestSteps:
             97,
         )
         assert "Rank 1 made 97 steps, ranks 0, 2 and 3 made 98" in found.summary
+        # The lengths of the loaders are not on record: the rank may have left its loop by a condition of its own.
+        assert "different numbers of batches, or a condition" in found.cause
+
+    def test_a_rank_that_left_before_its_first_step_made_fewer(self, said: Any) -> None:
+        rows = [{"steps": 1, "exit": ended("exception", 600, PEER)}, {"steps": 0, "exit": ended("ok")}]
+        (found,) = said(ranks_of(*rows))
+        assert (found.confidence, found.where.rank, found.where.step) == ("confirmed", 1, 0)
+        assert "Rank 1 made 0 steps, rank 0 made 1" in found.summary
+
+    @pytest.mark.parametrize(
+        "idle", [{"exit": ended("ok", 601)}, {"exit": ended("exception", 0, "KeyError: 'x'")}, {"exit": ended("hang")}]
+    )
+    def test_a_rank_that_never_trains_and_ends_last_or_one_that_failed_made_no_fewer(
+        self, said: Any, idle: dict[str, Any]
+    ) -> None:
+        rows = [{"steps": 9, "exit": ended("exception", 600, PEER)} for _ in range(2)]
+        assert said(ranks_of(*rows, {"steps": 0, **idle})) == []
 
     def test_a_window_that_hangs_counts_though_nobody_finished_it(self, said: Any) -> None:
         def fill(w: Any) -> None:

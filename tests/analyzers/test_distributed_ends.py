@@ -103,6 +103,25 @@ class TestDeaths:
         assert (died.rule, died.where.rank) == (DIED, 2)
         assert missing.caused_by == DIED
 
+    def test_a_rank_that_dealt_with_an_error_and_ended_is_the_one_the_others_lost(self, build: Any) -> None:
+        handled = "closed while ValueError was handled: sample 17 is not valid"
+        exits = [ended("exception", 2.0, PEER), ended("exception", 2.0, PEER), ended("ok", 1.0, handled), None]
+        died, missing = loud(build(job(exits)))
+        assert (died.rule, died.where.rank) == (DIED, 2)
+        assert "sample 17 is not valid" in died.summary
+        assert missing.caused_by == DIED
+
+    def test_ranks_that_dealt_with_an_error_and_whom_nobody_waits_for_did_not_die(self, build: Any) -> None:
+        played = play(same(4))
+
+        def fill(w: Any) -> None:
+            for rank in range(4):
+                w.records("collectives", played.calls[rank], rank=rank)
+                remark = {"message": "closed while EarlyStop was handled: no progress"} if rank == 2 else {}
+                w.record("ranks", {"steps": 2, "exit": {"kind": "ok", "t": T0 + 99.0} | remark}, rank=rank)
+
+        assert loud(build(fill)) == []
+
     @pytest.mark.quiet(DIED)
     def test_one_exception_on_all_ranks_a_stopped_job_and_an_end_after_the_time_out_are_no_first_death(
         self, build: Any
