@@ -33,7 +33,8 @@ def ahead(calls: Calls, heads: Heads, beyond: int = 0) -> list[Wait]:
             inside[int(table.group[row]), int(table.seq[row])].append(rank)
     found: list[Wait] = []
     for (group, seq), ranks in inside.items():
-        behind = [rank for rank in calls.groups[group].ranks if rank not in ranks and calls.at(group, rank, seq)]
+        others = set(calls.groups[group].ranks).difference(ranks)
+        behind = [rank for rank in sorted(others) if calls.at(group, rank, seq) is not None]
         if len(ranks) < T.DECIDING_RANKS or not 0 < len(behind) < len(ranks):
             continue
         further = [rank for rank in behind if _did_more(calls, group, rank, seq, beyond)]
@@ -49,10 +50,9 @@ def _did_more(calls: Calls, group: int, rank: int, seq: int, beyond: int) -> boo
     orders = [int(calls.table.order[row]) for row in rows if row is not None]
     if len(orders) < 3 or min(orders) < 0:
         return False
-    own = calls.table.rank == rank
-    for other in np.unique(calls.table.group[own]).tolist():
+    for other, start, end in calls.of_rank(rank):
         if other != group:
-            places = np.sort(calls.table.order[own & (calls.table.group == other)])
+            places = np.sort(calls.table.order[start:end])
             made = np.diff(np.searchsorted(places, orders))
             if made[-1] > made[:-1].max() + beyond and made[:-1].any():
                 return True

@@ -148,6 +148,17 @@ class Calls:
         found = bisect_left(numbers, seq, first, last)
         return found if found < last and numbers[found] == seq else None
 
+    def of_rank(self, rank: int) -> list[tuple[int, int, int]]:
+        """The groups in which a rank made calls, each with the first of its rows and the one after the last."""
+        return self._by_rank.get(rank, [])
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[tuple[int, int, int]]]:
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for (group, rank), (start, end) in self._index[0].items():
+            found.setdefault(rank, []).append((group, start, end))
+        return found
+
     @cached_property
     def _index(self) -> tuple[dict[tuple[int, int], tuple[int, int]], list[int]]:
         """Where the calls of each rank in each group stand, and the number of each call.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
-Edges = Mapping[int, set[int]]
+Edges = Mapping[int, Set[int]]
 
 #: Edges that are looked at for circles.
 _MOST_EDGES = 2_000_000
@@ -25,7 +25,7 @@ def reached(edges: Edges, starts: Iterable[int]) -> set[int]:
     found = set(starts)
     pending = list(found)
     while pending:
-        for other in edges.get(pending.pop(), set()) - found:
+        for other in edges.get(pending.pop(), frozenset[int]()) - found:
             found.add(other)
             pending.append(other)
     return found
@@ -33,8 +33,11 @@ def reached(edges: Edges, starts: Iterable[int]) -> set[int]:
 
 def ends(edges: Edges, candidates: Iterable[int]) -> list[int]:
     """Those candidates from which everything that is reached leads back to them: nothing further explains them."""
+    ahead = {each: reached(edges, (each,)) for each in candidates}
+    if all(len(each) == 1 for each in ahead.values()):
+        return list(ahead)  # they lead nowhere, as those do that everybody waits for
     turned = backwards(edges)
-    return [each for each in candidates if reached(edges, (each,)) <= reached(turned, (each,))]
+    return [each for each, nodes in ahead.items() if len(nodes) == 1 or nodes <= reached(turned, (each,))]
 
 
 def circles(edges: Edges, explained: Iterable[int]) -> list[tuple[int, ...]]:
@@ -43,7 +46,7 @@ def circles(edges: Edges, explained: Iterable[int]) -> list[tuple[int, ...]]:
         return []
     known = reached(backwards(edges), explained)
     left = {rank: others - known for rank, others in edges.items() if rank not in known and others}
-    return [each for each in _components(left) if all(left.get(rank, set()) <= set(each) for rank in each)]
+    return [each for each in _components(left) if all(left.get(rank, frozenset()) <= set(each) for rank in each)]
 
 
 def _components(edges: Edges) -> list[tuple[int, ...]]:

@@ -115,7 +115,11 @@ class _Reading:
                     break
             else:
                 by_name[name].append(index)
-        return same
+        # From here on there are only those that stand for the others.
+        kept, number = np.unique(same, return_inverse=True)
+        self._groups = [self._groups[each] for each in kept.tolist()]
+        self._named = {key: int(number[index]) for key, index in self._named.items()}
+        return number
 
     def _group(self, index: int, world: int, stated: bool, table: Table) -> Group:
         name, description, ranks = self._groups[index]

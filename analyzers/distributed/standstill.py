@@ -183,7 +183,7 @@ def _overdue(calls: Calls, state: Waiting, newest: float, *, over: bool) -> str 
 
 def _all_in_flight(calls: Calls, state: Waiting) -> bool:
     concerned = {rank for wait in state.waits for rank in (*wait.absent, *wait.waiting)}
-    return all(newest_in_flight(calls, rank) for rank in concerned)
+    return concerned <= newest_in_flight(calls)
 
 
 def _runs(calls: Calls, state: Waiting) -> bool:

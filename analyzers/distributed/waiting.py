@@ -6,9 +6,11 @@ other side of a send or receive that is not posted there. Where nobody stands ou
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +20,10 @@ from .signatures import ROOTED
 
 #: The oldest call in flight of each rank: whether it is a send or receive, and its row.
 Heads = dict[int, tuple[bool, int]]
+#: For whom each rank waits, call by call. Ranks that wait in one call share a set: one for each would be ranks squared.
+Edges = dict[int, list[frozenset[int]]]
+Held = dict[int, frozenset[int]]
+_NOBODY: Final = frozenset[int]()
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
         conflicts: ranks of two sides whose calls hold each other: (one side, the other, whether the first is at fault).
     """
     waits: list[Wait] = []
-    edges: dict[int, set[int]] = defaultdict(set)
+    edges: Edges = defaultdict(list)
     outdated: set[int] = set()
     from_start = _from_start(calls)
     for group in range(len(calls.groups)):
@@ -89,18 +95,16 @@ def waiting(calls: Calls, conflicts: Iterable[tuple[tuple[int, ...], tuple[int, 
     heads = oldest_in_flight(calls)
     held = _held(calls, heads, other_side, from_start)
     for ranks, others, decided in conflicts:
-        for rank in others:
-            held[rank] = held.get(rank, set()) | set(ranks)
-            edges[rank].update(ranks)
-        for rank in () if decided else ranks:
-            held[rank] = held.get(rank, set()) | set(others)
-            edges[rank].update(others)
+        for side, other in ((others, frozenset(ranks)), (() if decided else ranks, frozenset(others))):
+            for rank in side:
+                held[rank] = held.get(rank, _NOBODY) | other
+                edges[rank].append(other)
     waits.extend(_of_silent(calls, heads, held))
-    # Hosts run ahead of their devices, by whole steps: only what a rank's oldest call lacks is what it waits for.
-    lacking = (others & held[rank] if rank in heads else others for rank, others in edges.items())
-    waited_for = sorted({rank for absent in lacking for rank in absent} & calls.spoke)
+    lacking = _lacking(edges, heads, held)
+    shared = {id(each): each for each in lacking.values()}
+    waited_for = sorted(calls.spoke & _NOBODY.union(*shared.values()))
     # A rank may be in calls behind which others are held, and still be the one that they wait for.
-    free = [rank for rank in waited_for if not held.get(rank, set()) & edges.get(rank, set())]
+    free = [rank for rank in waited_for if rank not in held or not lacking.get(rank)]
     culprits = [rank for rank in ends(held, free) if not _inside(calls, heads, rank)]
     silent = {rank for wait in waits for rank in wait.silent if not wait.absent}
     turning = circles(held, {*culprits, *silent})
@@ -121,14 +125,36 @@ def oldest_in_flight(calls: Calls) -> Heads:
     return {rank: (direct, row) for rank, (_, direct, row) in found.items()}
 
 
-def _held(calls: Calls, heads: Heads, other_side: dict[int, int], from_start: frozenset[int]) -> dict[int, set[int]]:
+def _lacking(edges: Edges, heads: Heads, held: Held) -> Held:
+    """For whom each rank waits of those that hold its oldest call, or of all where it has none in flight.
+
+    Hosts run ahead of their devices, by whole steps: only what a rank's oldest call lacks is what it waits for.
+    """
+    found: Held = {}
+    seen: dict[tuple[int, ...], frozenset[int]] = {}  # by the sets: ranks in one call share them
+    for rank, parts in edges.items():
+        own = held[rank] if rank in heads else None
+        key = (id(own), *map(id, parts))
+        if key not in seen:
+            others = _NOBODY.union(*parts)
+            seen[key] = others if own is None else others & own
+        found[rank] = seen[key]
+    return found
+
+
+def _held(calls: Calls, heads: Heads, other_side: dict[int, int], from_start: frozenset[int]) -> Held:
     """By whom each rank is held in its oldest call: who has not entered it, and who is in it behind an older call."""
-    return {
-        rank: _not_posted(calls, heads, other_side, rank, row)
-        if direct
-        else _not_there(calls, heads, rank, row, from_start)
-        for rank, (direct, row) in heads.items()
-    }
+    found: Held = {}
+    in_call: dict[tuple[int, int], frozenset[int]] = {}
+    for rank, (direct, row) in heads.items():
+        if direct:
+            found[rank] = frozenset(_not_posted(calls, heads, other_side, rank, row))
+            continue
+        key = int(calls.table.group[row]), int(calls.table.seq[row])
+        if key not in in_call:
+            in_call[key] = _not_there(calls, heads, *key, from_start)
+        found[rank] = in_call[key]  # who is in the call with nothing older is not among these
+    return found
 
 
 def _not_posted(calls: Calls, heads: Heads, other_side: dict[int, int], rank: int, row: int) -> set[int]:
@@ -150,18 +176,18 @@ def _not_posted(calls: Calls, heads: Heads, other_side: dict[int, int], rank: in
     return found - {rank, UNKNOWN}
 
 
-def _not_there(calls: Calls, heads: Heads, rank: int, row: int, from_start: frozenset[int]) -> set[int]:
-    group, seq = int(calls.table.group[row]), int(calls.table.seq[row])
+def _not_there(calls: Calls, heads: Heads, group: int, seq: int, from_start: frozenset[int]) -> frozenset[int]:
+    """Who has not entered a call, or is in it behind an older one."""
     found: set[int] = set()
     for other in calls.groups[group].ranks:
         reached = calls.reached.get((group, other))
-        if other == rank or (reached is None and (other not in from_start or group in calls.mixed)):
+        if reached is None and (other not in from_start or group in calls.mixed):
             continue
         absent = reached is None or reached.enqueued < seq
         ended = reached is not None and reached.completed >= seq
         if absent or (not ended and other in heads and heads[other] != (False, calls.at(group, other, seq))):
             found.add(other)
-    return found
+    return frozenset(found)
 
 
 def _inside(calls: Calls, heads: Heads, rank: int) -> bool:
@@ -197,9 +223,7 @@ def _members(calls: Calls, group: int, from_start: frozenset[int]) -> tuple[dict
     return found, silent
 
 
-def _of_group(
-    calls: Calls, group: int, from_start: frozenset[int], edges: dict[int, set[int]], outdated: set[int]
-) -> Iterable[Wait]:
+def _of_group(calls: Calls, group: int, from_start: frozenset[int], edges: Edges, outdated: set[int]) -> Iterable[Wait]:
     table = calls.table
     low, high = np.searchsorted(table.group, [group, group + 1])
     members, silent = _members(calls, group, from_start)
@@ -223,6 +247,7 @@ def _of_group(
             by_number[member.entered + 1].append(rank)
     ended = max((member.completed for member in members.values()), default=UNKNOWN)
     absent: list[int] = []
+    lacking: list[tuple[int, frozenset[int]]] = []  # from which number on whom it lacks, more and more
     for seq, ranks in sorted(by_number.items()):
         held = [rank for rank, member in waiting_ranks.items() if member.last >= seq]
         row = _row(calls, group, held, seq)
@@ -233,12 +258,15 @@ def _of_group(
         absent.extend(rank for rank in ranks if rank not in old)
         if not absent:
             continue
-        for rank in held:
-            edges[rank].update(absent)
+        lacking.append((seq, frozenset(absent)))
         yield Wait(group, seq, tuple(held), tuple(absent), tuple(silent), row)
+    for rank, member in waiting_ranks.items():
+        at = bisect_right(lacking, member.last, key=lambda each: each[0])
+        if at:
+            edges[rank].append(lacking[at - 1][1])
 
 
-def _of_silent(calls: Calls, heads: Heads, edges: dict[int, set[int]]) -> list[Wait]:
+def _of_silent(calls: Calls, heads: Heads, edges: Held) -> list[Wait]:
     """Ranks whose oldest call lacks nobody but members without evidence: it is for these that they wait."""
     table = calls.table
     held: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -249,7 +277,7 @@ def _of_silent(calls: Calls, heads: Heads, edges: dict[int, set[int]]) -> list[W
     for (group, seq), ranks in held.items():
         silent = [each for each in calls.groups[group].ranks if each not in calls.spoke]
         if silent:
-            edges |= {rank: set(silent) for rank in ranks}
+            edges |= dict.fromkeys(ranks, frozenset(silent))
             found.append(Wait(group, seq, tuple(sorted(ranks)), (), tuple(silent), _row(calls, group, ranks, seq)))
     return found
 
@@ -293,7 +321,7 @@ def _other_sides(calls: Calls) -> dict[int, int]:
     return found
 
 
-def _of_sends(calls: Calls, other_side: dict[int, int], edges: dict[int, set[int]]) -> Iterable[Wait]:
+def _of_sends(calls: Calls, other_side: dict[int, int], edges: Edges) -> Iterable[Wait]:
     """Sends and receives whose other side is not posted."""
     table = calls.direct
     first: dict[tuple[int, int, int, int], int] = {}
@@ -304,7 +332,7 @@ def _of_sends(calls: Calls, other_side: dict[int, int], edges: dict[int, set[int
     for (group, rank, peer, _), row in first.items():
         known = peer in calls.spoke
         if known:
-            edges[rank].add(peer)
+            edges[rank].append(frozenset((peer,)))
         yield Wait(
             *(group, int(table.seq[row]), (rank,), (peer,) if known else (), () if known else (peer,), row), direct=True
         )
@@ -329,13 +357,15 @@ def behind(calls: Calls, group: int, ranks: Iterable[int]) -> dict[int, tuple[in
     }
 
 
-def newest_in_flight(calls: Calls, rank: int) -> bool:
-    """Whether the newest call of a rank, over all groups, has not ended."""
-    newest: tuple[int, float, bool] = (UNKNOWN, -np.inf, False)
+def newest_in_flight(calls: Calls) -> frozenset[int]:
+    """The ranks whose newest call, over all groups, has not ended."""
+    newest: dict[int, tuple[int, float, bool]] = {}
     for table in (calls.table, calls.direct):
-        rows = np.flatnonzero(table.rank == rank)
-        if len(rows):
-            row = rows[np.lexsort((table.seq[rows], np.nan_to_num(table.created[rows]), table.order[rows]))[-1]]
-            found = (int(table.order[row]), float(np.nan_to_num(table.created[row])), bool(table.pending[row]))
-            newest = max(newest, found)
-    return newest[2]
+        created = np.nan_to_num(table.created)
+        rows = np.lexsort((table.seq, created, table.order, table.rank))
+        last = rows[np.flatnonzero(np.diff(table.rank[rows], append=UNKNOWN))]
+        for rank, *found in zip(
+            *(each[last].tolist() for each in (table.rank, table.order, created, table.pending)), strict=True
+        ):
+            newest[rank] = max(newest.get(rank, (UNKNOWN, -np.inf, False)), (found[0], found[1], found[2]))
+    return frozenset(rank for rank, (_, _, pending) in newest.items() if pending)

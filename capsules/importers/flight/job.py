@@ -16,6 +16,8 @@ from .whose import assign_ranks
 
 #: Members of all groups together that the manifest lists.
 _MOST_LISTED = 200_000
+#: Members of a group up to which they stand with the calls of each of them; those of a larger one stand once.
+_MOST_REPEATED = 256
 _STATES = ("scheduled", "started", "completed")
 _COMPLETED = 2
 #: A name by which torch calls the group of all ranks.
@@ -50,9 +52,11 @@ class Job:
         backends.discard("")
         libraries = {dump.library for dump in kept.values() if dump.library}
         listed: dict[str, Any] = {}
+        room = _MOST_LISTED
         for group in groups.all():
-            if group.ranks and sum(len(each["ranks"]) for each in listed.values()) + len(group.ranks) <= _MOST_LISTED:
+            if group.ranks and len(group.ranks) <= room:
                 listed[group.name] = {"desc": group.desc, "ranks": list(group.ranks)}
+                room -= len(group.ranks)
         out.manifest(
             {
                 "run": {"world_size": world, "backend": backends.pop() if len(backends) == 1 else None},
@@ -114,6 +118,7 @@ class _Groups:
         told: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         seen: dict[str, set[int]] = defaultdict(set)
         self._desc: dict[str, str] = {}
+        self._listed: set[str] = set()
         #: Groups that carry direct calls: their counters do not count collectives.
         self.direct: set[str] = set()
         for rank, dump in dumps.items():
@@ -149,6 +154,14 @@ class _Groups:
         if not ranks and (group.desc == _DEFAULT or group.name == "0"):
             ranks = tuple(range(self._world))
         return Group(group.name, group.desc, ranks or tuple(sorted(self._seen.get(group.name, set[int]()))))
+
+    def listed(self, group: Group) -> list[int] | None:
+        """The members as the next rank's calls list them; None where none are known, or a rank before listed them."""
+        if len(group.ranks) > _MOST_REPEATED:
+            if group.name in self._listed:
+                return None
+            self._listed.add(group.name)
+        return list(group.ranks) or None
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -247,7 +260,7 @@ class _Rank:
         columns: dict[str, Any] = {
             "group": _few([group.name for group in named], calls.group),
             "group_desc": _few([group.desc for group in named], calls.group),
-            "group_ranks": _few([list(group.ranks) or None for group in named], calls.group),
+            "group_ranks": _few([self.groups.listed(group) for group in named], calls.group),
             "seq": seq,
             "order": calls.order,
             "op": _few([each.name for each in operations], calls.op),

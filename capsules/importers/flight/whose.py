@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from .dump import Dump
 from .tables import Operation, Tables
@@ -17,7 +18,8 @@ def assign_ranks(dumps: Sequence[Dump], tables: Tables, note: Note) -> list[int]
     numbers of their own and most fit. Otherwise a direct call tells (``send 1->2`` is member 1's), then who is in all
     groups of the dump, then which rank is left.
     """
-    candidates = [_candidates(dump, tables) for dump in dumps]
+    members: Callable[[tuple[int, ...]], frozenset[int]] = cache(frozenset)  # ranks of one group share its set
+    candidates = [_candidates(dump, tables, members) for dump in dumps]
     found: list[int | None] = [
         dump.named if dump.named is not None and (not possible or dump.named in possible) else None
         for dump, possible in zip(dumps, candidates, strict=True)
@@ -38,20 +40,20 @@ def assign_ranks(dumps: Sequence[Dump], tables: Tables, note: Note) -> list[int]
                 settled = True
     for at, rank in enumerate(found):
         if rank is None:
-            free = sorted(candidates[at] - taken) or sorted(candidates[at])
-            number = free[0] if free else next(each for each in range(len(dumps) + len(taken)) if each not in taken)
+            free = candidates[at] - taken or candidates[at]
+            number = min(free) if free else next(each for each in range(len(dumps) + len(taken)) if each not in taken)
             found[at] = number
             taken.add(number)
             note(f"nothing tells which rank wrote it; taken for rank {number}")
     return [each or 0 for each in found]
 
 
-def _candidates(dump: Dump, tables: Tables) -> set[int]:
+def _candidates(dump: Dump, tables: Tables, members: Callable[[tuple[int, ...]], frozenset[int]]) -> frozenset[int]:
     """The ranks that may have written a dump; none where nothing tells."""
-    possible: set[int] | None = None
-    for group in (*dump.config.values(), *dump.groups):
-        if group.ranks:
-            possible = set(group.ranks) if possible is None else possible & set(group.ranks)
+    told = {group.ranks for group in (*dump.config.values(), *dump.groups) if group.ranks}
+    possible = frozenset[int]()
+    for at, ranks in enumerate(sorted(told, key=len)):  # from the smallest on, so that no large set is made of two
+        possible = possible & members(ranks) if at else members(ranks)
     own: set[int] = set()
     for place, op in set(zip(dump.calls.group, dump.calls.op, strict=True)):
         operation: Operation = tables.operations.values[op]
@@ -59,5 +61,5 @@ def _candidates(dump: Dump, tables: Tables) -> set[int]:
         if operation.direct and operation.own is not None and operation.own < len(ranks):
             own.add(ranks[operation.own])
     if len(own) == 1:
-        return own
-    return possible or set()
+        return frozenset(own)
+    return possible
