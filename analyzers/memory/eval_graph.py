@@ -94,7 +94,10 @@ def eval_graph(capsule: Capsule) -> Iterator[Finding]:
     out = [each for each in failures(capsule) if (each.phase or "").lower().startswith(("eval", "valid"))]
     traced = kept(capsule)
     if not found and not out and not holds_evaluations(capsule):
-        raise NotJudged("memory measured inside an evaluation: records of the phase eval, or curves with times")
+        raise NotJudged(
+            "memory measured inside an evaluation: records of the phase eval, curves with times, or an allocator's "
+            f"trace of {EVAL_BATCHES} batches of one"
+        )
     outputs = _outputs(capsule)
     for each in found:
         rise = _rise(each)
@@ -141,7 +144,7 @@ def _traced(capsule: Capsule, found: Kept, outputs: _Outputs) -> Finding:
     if found.given_back:
         words += " They are given back afterwards."
     if found.passes > 1:
-        words += f" Those of {found.passes} evaluations are still there."
+        words += f" Those of {found.passes} evaluations are still there, {gib(found.held)}."
     if not found.sure:
         words += " They may be layers of one batch, or a store that fills up." if cause else ""
         cause = None

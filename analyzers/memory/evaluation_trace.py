@@ -37,7 +37,7 @@ class Kept:
         blocks: the blocks, of the stacks that keep one or more a batch.
         stacks: those stacks, the one with most bytes first.
         batches: batches of the evaluation up to the instant.
-        passes: evaluations that the blocks come from.
+        passes, held: evaluations of which such blocks are live, and the bytes of all of them.
         start: bytes that were allocated when the evaluation began.
         failed: an allocation failed in it.
         given_back: they are gone at the end of the trace.
@@ -51,6 +51,7 @@ class Kept:
     stacks: tuple[int, ...]
     batches: int
     passes: int
+    held: int
     start: int
     failed: bool
     given_back: bool
@@ -155,6 +156,7 @@ def _kept(rank: int, history: History, at: int) -> Kept | None:
         stacks=tuple(sorted(grown, key=lambda each: -size[each])),
         batches=batches,
         passes=len(np.unique(np.searchsorted(marks, every.born))),
+        held=int(every.size.sum()),
         start=start,
         failed=len(history.failures) > 0 and found.last == at,
         given_back=not (blocks.freed > history.end).any(),
