@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..finding import Evidence, Finding, Where
 from ..registry import NotCaptured, NotJudged, rule
 from . import thresholds as T
+from .held import held_idle
 from .traced import Traced, coverage, kind, traced
 
 if TYPE_CHECKING:
@@ -45,12 +46,15 @@ def gpu_idle(capsule: Capsule) -> Iterator[Finding]:
         A trace: the device has nothing to do for 50 % of the judged steps' time and for 25 % of the median step, though
         it neither waits for data nor for launches. A monitor: the utilisation is below 50 % in the mean over 60 s or
         more, without the idle beginning and end and the times at which the device's memory is empty; a device that was
-        never used, or hardly beside busy ones, is not the job's. Where it swings between below 20 % and above 80 %,
-        that is said: something else takes turns with the computation. What that is stays open (undetermined).
+        never used, or hardly beside busy ones, is not the job's. Devices that all worked for 60 s or more, 90 % of it
+        above 80 %, and then stand at 0 for 60 s up to the end of the record with their memory held are said, too: a
+        device in a call that does not end counts as busy, one whose host stopped does not. Where it swings between
+        below 20 % and above 80 %, that is said: something else takes turns with the computation. What that is stays
+        open (undetermined).
 
     Looks like it but is not:
-        Start-up, evaluation between steps, a job that has ended; the profiler's own time; waiting in a collective,
-        which counts as busy; a device of somebody else.
+        Start-up, evaluation between steps, a job that has ended and gave its memory back; the profiler's own time;
+        waiting in a collective, which counts as busy; a device of somebody else.
 
     What to try next:
         A trace of a few steps (torch.profiler with CPU and CUDA, schedule and prof.step()): it shows what the host does
@@ -77,11 +81,13 @@ def gpu_idle(capsule: Capsule) -> Iterator[Finding]:
     spans = [span for key in watched if (span := _span(capsule, key.rank, key.side)) is not None]
     if not spans:
         raise NotCaptured(f"utilisation with times over {T.IDLE_SECONDS:g} s or more, of a device that the job uses")
+    if (stopped := held_idle(capsule, watched)) is not None:
+        yield stopped
     if any(each.mean >= T.UTILIZATION for each in spans):  # a device that is hardly touched is not the job's
         spans = [each for each in spans if each.mean >= T.UNUSED]
     worst = min(spans, key=lambda each: each.mean)
     if worst.mean < T.UTILIZATION:
-        yield _in_monitor(capsule, worst, len(spans))
+        yield _in_monitor(capsule, worst, spans)
 
 
 def _in_trace(capsule: Capsule, each: Traced, found: dict[int, Traced]) -> Finding:
@@ -155,18 +161,28 @@ def _deserted(capsule: Capsule, watched: Series) -> NDArray[np.bool_]:
     return held < T.DESERTED * held.max(initial=0.0)
 
 
-def _in_monitor(capsule: Capsule, span: _Span, devices: int) -> Finding:
+def _in_monitor(capsule: Capsule, span: _Span, spans: list[_Span]) -> Finding:
+    most = max(each.mean for each in spans)
+    alike = len(spans) > 1 and most < T.UTILIZATION  # none stands out: what holds them back is common to all
+    share = f"{span.mean:.0%}" if f"{span.mean:.0%}" == f"{most:.0%}" else f"{span.mean:.0%} to {most:.0%}"
+    who = f"All {len(spans)} devices are in use {share}" if alike else f"{span.name} is in use {span.mean:.0%}"
+    others = len(spans) - 1
+    note = (
+        f"{len(spans)} devices in use"
+        if alike
+        else f"{others} other{'s' if others != 1 else ''} in use up to {most:.0%}"
+    )
     teeth = span.teeth >= T.TEETH
     shape = f"; it swings from below {T.LOW:.0%} to above {T.HIGH:.0%} {span.teeth} times" if teeth else ""
     return Finding(
         confidence="undetermined",
         kind=kind(capsule),
-        title="The device is used by turns" if teeth else "The device is hardly used",
-        summary=f"{span.name} is in use {span.mean:.0%} of the time over {span.seconds:,.0f} s{shape}.",
-        where=Where(rank=span.rank),
+        title=f"{'The devices are' if alike else 'The device is'} {'used by turns' if teeth else 'hardly used'}",
+        summary=f"{who} of the time over {span.seconds:,.0f} s{shape}.",
+        where=Where(rank=None if alike else span.rank),
         evidence=(
             Evidence(name="gpu_utilization", value=round(span.mean, 4), expected=f"≥ {T.UTILIZATION}", note="mean"),
-            Evidence(name="watched for", value=round(span.seconds, 1), unit="s", note=f"{devices} devices in use"),
+            Evidence(name="watched for", value=round(span.seconds, 1), unit="s", note=note if others else ""),
             Evidence(name="rises from low to high", value=span.teeth, expected=f"< {T.TEETH}"),
         ),
         next=("a trace of a few steps: torch.profiler with CPU and CUDA, schedule and prof.step()",),

@@ -30,6 +30,8 @@ UTILIZATION, IDLE_SECONDS, IDLE_SAMPLES, UNUSED = 0.5, 60.0, 10, 0.05
 DESERTED: Final = 0.03
 #: Times the usual distance of two samples, beyond which a monitor did not look.
 BREAK: Final = 10.0
+#: Share of the samples before a stop that are high in a job that worked, and of its memory that is kept after it.
+STEADY, HELD = 0.9, 0.8
 #: Saw-tooth: utilisation that crosses from below the first to above the second so many times.
 LOW, HIGH, TEETH = 0.2, 0.8, 4
 #: performance/compute-bound: share of the time in which the device computes.

@@ -450,6 +450,37 @@ class TestMonitorFiles:
         (finding,) = analyze(watched(smi=[held]), [rule_named("performance/gpu-idle")]).findings
         assert "in use 32% of the time" in finding.summary
 
+    @pytest.mark.fires("performance/gpu-idle")
+    def test_devices_that_stop_at_once_and_keep_their_memory_are_said(self, watched: Callable[..., Capsule]):
+        hung = [(98, 70_000)] * 30 + [(0, 70_000)] * 30
+        (finding,) = analyze(watched(smi=[hung] * 4), [rule_named("performance/gpu-idle")]).findings
+        assert finding.title == "All 4 devices stopped and keep their memory"
+        assert (finding.confidence, finding.where.rank) == ("undetermined", None)
+
+    @pytest.mark.quiet("performance/gpu-idle")
+    @pytest.mark.parametrize(
+        "devices",
+        [
+            [[(98, 70_000)] * 30 + [(0, 4)] * 30] * 2,  # it gave its memory back
+            [[(98, 70_000)] * 30 + [(0, 70_000)] * 5] * 2,  # a pause
+            [[(98, 70_000)] * 60, [(98, 70_000)] * 30 + [(0, 70_000)] * 30],  # another one goes on
+            [[(60, 70_000), (90, 70_000)] * 15 + [(0, 70_000)] * 30] * 2,  # a server without requests
+        ],
+        ids=["ended", "pause", "one device", "unsteady"],
+    )
+    def test_other_ends_are_none(self, watched: Callable[..., Capsule], devices: list[list[tuple[int, int]]]):
+        assert not analyze(watched(smi=devices), [rule_named("performance/gpu-idle")]).findings
+
+    @pytest.mark.fires("performance/gpu-idle")
+    def test_where_all_devices_are_hardly_used_none_is_named(self, watched: Callable[..., Capsule]):
+        devices = [[(20 + number, 70_000)] * 60 for number in range(4)]
+        (finding,) = analyze(watched(smi=devices), [rule_named("performance/gpu-idle")]).findings
+        assert finding.summary.startswith("All 4 devices are in use 20% to 23% of the time")
+        assert finding.where.rank is None
+        one = [[(95, 70_000)] * 60, [(20, 70_000)] * 60]
+        (finding,) = analyze(watched(smi=one), [rule_named("performance/gpu-idle")]).findings
+        assert finding.where.rank == 1
+
 
 def test_what_a_profiler_calls_utilisation_stands_beside_the_shares_of_the_steps(judge: Judge):
     """Four steps of 10 ms load for 4 and compute for 5: 20 of 40 ms, and 20 of 35 from first to last kernel."""
