@@ -26,19 +26,24 @@ class Attempts:
 
     Attributes:
         number: of the attempt that is read now, from 0 on.
+        restarts: how often the job surely began anew; it may also have lived on, with an error that it dealt with.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.number = 0
-        self._held: deque[tuple[int, str, int, dict[str, Any]]] = deque()
+        self.number = self.restarts = 0
+        self._held: deque[tuple[int, int | None, str, int, dict[str, Any]]] = deque()
         self._stopped = self._launcher_ended = False
         self._last = self._newest = -1
         self._after = self._backs = 0
 
-    def event(self, kind: str, rank: int, attempt: int | None = None, **fields: Any) -> None:
-        """An event of the attempt that is read now, or of ``attempt``; ``past`` is added where training went on."""
-        self._held.append((self.number if attempt is None else attempt, kind, rank, fields))
+    def event(self, kind: str, rank: int, attempt: int | None = None, *, of_life: bool = False, **fields: Any) -> None:
+        """An event of the attempt that is read now, or of ``attempt``; ``past`` is added where training went on.
+
+        One ``of_life`` of the processes is past only where these began anew.
+        """
+        life = self.restarts if of_life else None
+        self._held.append((self.number if attempt is None else attempt, life, kind, rank, fields))
         if len(self._held) > _MOST_HELD:
             self._write(*self._held.popleft())
 
@@ -57,15 +62,17 @@ class Attempts:
             self._after += step > self._newest
             self._newest = max(self._newest, step)
             steady = self._after >= (_STEADY if self._launcher_ended else _IN_A_BLOCK)
-            if steady or (back and self._backs < _INTERLEAVED):
-                self.begin()
+            anew = self._launcher_ended or (back and self._backs < _INTERLEAVED)
+            if steady or (back and anew):
+                self.begin(anew=anew)
                 back = False
         self._backs += back
         self._last = step
 
-    def begin(self) -> None:
+    def begin(self, *, anew: bool = True) -> None:
         """Another attempt has begun: all that was printed of how the ones before ended is past."""
         self.number += 1
+        self.restarts += anew
         self._stopped, self._launcher_ended, self._backs = False, False, 0
 
     def close(self) -> None:
@@ -73,5 +80,6 @@ class Attempts:
         while self._held:
             self._write(*self._held.popleft())
 
-    def _write(self, attempt: int, kind: str, rank: int, fields: dict[str, Any]) -> None:
-        self._run.event(kind, rank=rank, past=True if attempt < self.number else None, **fields)
+    def _write(self, attempt: int, life: int | None, kind: str, rank: int, fields: dict[str, Any]) -> None:
+        past = attempt < self.number if life is None else life < self.restarts
+        self._run.event(kind, rank=rank, past=True if past else None, **fields)

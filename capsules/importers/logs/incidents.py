@@ -32,6 +32,8 @@ _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|War
 _FRAME = re.compile(r'\s*File "([^"\n]{1,1000})", line (\d{1,9}), in (\S{1,200})')
 #: How a log record of torch's launcher and of glog begins.
 _RECORD = re.compile(r"[DIWEF]\d{4} \d\d:")
+#: How a line of steps begins, which no message of an error goes on with.
+_COUNTS = re.compile(r"(?:[Gg]lobal[ _])?(?:[Ss]tep|[Ii]ter(?:ation)?|[Ee]poch)[\s:=#\[]{1,4}\d")
 #: A process as the kernel names it.
 _PROCESS = re.compile(r"\bpid[=: ]{1,2}'?(\d{1,18})\b")
 _NCCL_RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\]")
@@ -250,7 +252,7 @@ class Lines:
         fields = {name: value for name, value in event.items() if name != "kind"}
         self._log.attempts.event("exception", rank, told=told, **fields)
         if (met := sizes(str(event.get("message")))) is not None:
-            place = {"attempt": event.get("attempt"), "step": event.get("step"), "told": told}
+            place: dict[str, Any] = {"attempt": event.get("attempt"), "step": event.get("step"), "told": told}
             self._log.attempts.event("collective_mismatch", rank, **place, **met)
 
     def _claim(self, event: dict[str, Any]) -> None:
@@ -380,6 +382,7 @@ def _begins_anew(text: str) -> bool:
         text[:1] in "[{=*-+"
         or text.startswith(("File ", "During handling", "The above exception", "Traceback (most"))
         or _RECORD.match(text) is not None
+        or _COUNTS.match(text) is not None
     )
 
 

@@ -53,7 +53,7 @@ class Lines:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._left_out: dict[tuple[int, bool], _LeftOut] = {}
-        self._attempt = 0
+        self._life = 0
 
     def take(self, line: str) -> bool:
         """Use one line."""
@@ -71,7 +71,8 @@ class Lines:
         if said.number < _MOST:
             fields: dict[str, Any] = {"level": "info", "logger": "data", "samples_skipped": number}
             fields |= {"told": None if told else False, "message": line.strip()[:500]}
-            self._log.incident("log", rank=rank, t=self._log.time(line), **fields)
+            fields |= {"step": self._log.step, "t": self._log.time(line)}
+            self._log.attempts.event("log", rank, of_life=True, **fields)
         said.number = min(said.number + (number or 0), 2**53)
         return True
 
@@ -89,7 +90,7 @@ class Lines:
         return self._log.rank, not self._log.anonymous
 
     def _begun(self) -> None:
-        """Forget what an attempt left out that another one followed."""
-        if self._attempt != self._log.attempts.number:
-            self._attempt = self._log.attempts.number
+        """Forget what processes left out that others followed."""
+        if self._life != self._log.attempts.restarts:
+            self._life = self._log.attempts.restarts
             self._left_out.clear()

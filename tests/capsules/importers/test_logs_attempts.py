@@ -72,6 +72,20 @@ class TestAttempts:
         ended = {each["rank"]: each["exit"]["message"] for each in capsule.records("ranks") if "exit" in each}
         assert ended == {2: "exit code 3"}
 
+    @pytest.mark.parametrize(
+        ("between", "left_out"),
+        [
+            (steps(11, 400), 2),  # an error that the loop dealt with
+            (steps(5, 40), 1),  # the job was started again
+        ],
+    )
+    def test_what_a_rank_left_out_is_of_its_life(self, imported: Imports, between: str, left_out: int):
+        skipped, raised = "skipped sample: 12 < 32\n", "Traceback (most recent call last):\nOSError: no disk\n"
+        capsule = imported(steps(1, 10) + skipped + raised + between + skipped)
+        assert [each["samples_skipped"] for each in capsule.records("ranks")] == [left_out]
+        (error,) = (each for each in capsule.records("events") if each["kind"] == "exception")
+        assert error["past"] is True
+
 
 class TestWho:
     @pytest.mark.parametrize(
