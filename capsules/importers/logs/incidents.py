@@ -252,8 +252,8 @@ class Lines:
         fields = {name: value for name, value in event.items() if name != "kind"}
         self._log.attempts.event("exception", rank, told=told, **fields)
         if (met := sizes(str(event.get("message")))) is not None:
-            place: dict[str, Any] = {"attempt": event.get("attempt"), "step": event.get("step"), "told": told}
-            self._log.attempts.event("collective_mismatch", rank, **place, **met)
+            said: dict[str, Any] = {"step": event.get("step"), "told": told, **met}
+            self._log.attempts.event("collective_mismatch", rank, event.get("attempt"), **said)
 
     def _claim(self, event: dict[str, Any]) -> None:
         """Keep an event until the end of the log, when it is known whether several ranks print into it."""
