@@ -132,16 +132,25 @@ def describe(path: str) -> dict[str, Any]:
     }
 
 
+#: Rules by which a send or a receive may be at fault.
+_WAITS = ("distributed/missing-rank", "distributed/collective-mismatch", "distributed/group-order")
+
+
 def two_ranks(path: str, files: Sequence[str] = ()) -> dict[str, Any]:
     """The smallest reproduction of a hang or mismatch, as a script for two ranks; why there is none otherwise."""
-    from ..analyzers.distributed.reproduction import reproduction
+    from ..analyzers.distributed.diagnosis import diagnosis
+    from ..analyzers.distributed.reproduction import among_sends, reproduction
     from ..analyzers.runner import analyze as run_rules
     from .two_ranks import NotWritable, script
 
     capsule = _open(path, files)
     found = reproduction(capsule)
     if found is None:
-        first = run_rules(capsule).first_divergence
+        report = run_rules(capsule)
+        named = [each.rule for each in report.findings if each.rule in _WAITS]
+        if named and among_sends(diagnosis(capsule)):
+            return {"problem": "what is at fault is a send or a receive, which is not shrunk yet", "rule": named[0]}
+        first = report.first_divergence
         return {"problem": "no finding", "first": first.rule if first else ""}
     facts = {"rule": found.rule, "kind": found.kind, "ranks": found.ranks, "frame": found.frame}
     try:

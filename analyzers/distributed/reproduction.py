@@ -12,6 +12,7 @@ from .alignment import Edit, Parting
 from .diagnosis import Circle, Diagnosis, Missing, diagnosis
 from .fingerprints import fingerprints
 from .mismatch import conditional, conditional_end
+from .pairs import stuck_pairs
 from .signatures import Signature, family
 
 if TYPE_CHECKING:
@@ -84,6 +85,13 @@ def reproduction(capsule: Capsule) -> Reproduction | None:
         if missing.ranks and not missing.wait.direct and (made := _of_missing(found, missing)) is not None:
             return made
     return _of_fingerprints(capsule, found)
+
+
+def among_sends(found: Diagnosis) -> bool:
+    """Whether what is at fault is a send or a receive, of which no reproduction is made."""
+    waits = [each.wait for each in (*found.missing, *found.added)]
+    waits += [wait for circle in found.circles for wait, _ in circle.classes]
+    return any(wait.direct for wait in waits) or bool(stuck_pairs(found))
 
 
 def _call(found: Diagnosis, row: int) -> Call:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...analyzers.distributed.collectives import Calls
 from ...analyzers.distributed.diagnosis import diagnosis
+from ...analyzers.distributed.reproduction import among_sends
 from ...capsules import Capsule
 from ..text import one_line
 from .kept import kept
@@ -83,7 +84,8 @@ def _without_collectives(table: _Table, rows: int, row: int) -> RanksGrid:
     return RanksGrid(
         group="", groups=(), columns=0, left=0, at=0, count=len(known), top=top, row=row, first=None,
         rows=tuple(_row(rank, "", table.summaries[rank]) for rank in known[top : top + rows]),
-        detail=(), longest_ms=_longest(table), note="no collectives were captured",
+        detail=(), longest_ms=_longest(table),
+        note="; ".join(filter(None, ("no collectives were captured", table.note))),
     )  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def _table(capsule: Capsule) -> _Table:
     summaries: dict[int, Mapping[str, Any]] = {record["rank"]: record for record in capsule.records("ranks")}
     direct = len(told.calls.direct)
     note = f"{direct:,} sends and receives are not in the grid" if direct else ""
+    note += ", and what is at fault is among them" if direct and among_sends(told) else ""
     return _Table(told.calls, groups, summaries, note)
 
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llmconsole.analyzers.distributed.reproduction import Call, Reproduction
 from llmconsole.app.cli import main
+from llmconsole.app.looks.ranks import ranks
 from llmconsole.app.two_ranks import NotWritable, script
 from llmconsole.capsules import CapsuleWriter
 
@@ -201,7 +202,45 @@ def capsule(tmp_path: Path) -> Path:
     return path
 
 
+def ring(path: Path, healthy: bool) -> Path:
+    """Four ranks that send to the next one; rank 3 leaves its second receive out, unless all is well."""
+    with CapsuleWriter(path, title="ring", phase="training", manifest={"run": {"world_size": 4}}) as writer:
+        for rank in range(4):
+            order = 0
+            for turn in (1, 2):
+                for op, peer in (("send", (rank + 1) % 4), ("recv", (rank - 1) % 4)):
+                    if (rank, op, turn) == (3, "recv", 2) and not healthy:
+                        continue
+                    late = turn == 2 and not healthy and (rank, op) in ((2, "send"), (0, "recv"))
+                    order += 1
+                    writer.record(
+                        "collectives",
+                        {
+                            "rank": rank, "group": "0", "group_ranks": [0, 1, 2, 3], "seq": turn, "order": order,
+                            "op": op, "peer": peer, "p2p": True, "dtype": "float32", "shapes_in": [[4]],
+                            "state": "started" if late else "completed", "t_created": 1e9 + turn,
+                        },
+                    )  # fmt: skip
+            exit = {"kind": "ok" if healthy else "hang", "t": 1e9 + 700}
+            writer.record("ranks", {"rank": rank, "steps": 2} | ({"exit": exit} if healthy or rank == 2 else {}))
+    return path
+
+
 class TestTheCommand:
+    @pytest.mark.parametrize(
+        ("healthy", "words"),
+        [
+            (False, "distributed/missing-rank was found, but no script can be made of it: what is at fault is a send"),
+            (True, "ranks that made different calls or left one out were not found"),
+        ],
+    )
+    def test_a_fault_among_sends_is_said_to_be_one(self, shrink: Run, tmp_path: Path, healthy: bool, words: str):
+        path = ring(tmp_path / "ring.capsule", healthy)
+        status, _, said = shrink(str(path))
+        assert (status, words in said) == (2, True), said
+        grid = ranks(str(path), columns=9, rows=9)
+        assert grid.note.endswith(" sends and receives are not in the grid" if healthy else "at fault is among them")
+
     def test_prints_the_script_or_writes_it(self, shrink: Run, capsule: Path, tmp_path: Path):
         status, printed, _ = shrink(str(capsule))
         assert status == 0

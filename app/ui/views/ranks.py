@@ -142,7 +142,8 @@ def _head(grid: RanksGrid) -> str:
     place = next((index for index, each in enumerate(grid.groups, start=1) if each == grid.group), 1)
     words = one_line(grid.group, 40) + (f" {place} of {len(grid.groups)}" if len(grid.groups) > 1 else "")
     words += f" · {grid.columns:,} calls · "
-    words += "no difference" if grid.first is None else f"first difference at {grid.first + 1:,}"
+    none = "no difference among collectives" if grid.note else "no difference"
+    words += none if grid.first is None else f"first difference at {grid.first + 1:,}"
     words += f" · {grid.count} ranks"
     return f"{words} · {one_line(grid.note)}" if grid.note else words
 
