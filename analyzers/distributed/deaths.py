@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from ..attempts import current_events
 from ..call_sites import call_site
 from ..finding import Evidence, Finding, Where
@@ -67,7 +69,8 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         A rank has an end of its own (out of memory, an exception that is no time-out and no closed connection, a signal
         other than the launcher's), most other ranks have none, and these wait for it, timed out, or lost their
-        connection. Of several the earliest is named. An end later than the first time-out is none.
+        connection. Of several the earliest is named. An end later than the first time-out is none, nor is one a day
+        before the calls that dumps show in flight: a log of another day may lie beside them.
 
     Looks like it but is not:
         The same exception on all ranks; a rank that its watchdog or the launcher ended; a job that a person stopped.
@@ -96,7 +99,9 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     gave_up = min(
         (each for each in (_first_timeout(found), _first_lost(exits, gone)) if each is not None), default=None
     )
+    since = _in_flight_since(found)
     own = [each for each in deaths if each.t is None or gave_up is None or each.t <= gave_up + T.CLOCK_S]
+    own = [each for each in own if each.t is None or each.t >= since - T.DUMPED_LATER_S]
     everyone = len(known | set(range(found.calls.world)))
     if not own or not affected or 2 * len({each.rank for each in own}) > max(2, everyone):
         return
@@ -226,6 +231,13 @@ def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any
         if died & {*wait.absent, *wait.silent}:
             affected |= dict.fromkeys(wait.waiting, "waits in a call that the dead rank has not entered")
     return {rank: how for rank, how in affected.items() if rank not in died}
+
+
+def _in_flight_since(found: Diagnosis) -> float:
+    """When the first call was entered that dumps show in flight, Unix seconds; -inf where there are none."""
+    created = found.calls.table.created[found.calls.table.pending]
+    created = created[np.isfinite(created)]
+    return float(created.min()) if found.calls.dumped and len(created) else -np.inf
 
 
 def _first_lost(exits: dict[int, dict[str, Any]], gone: set[int]) -> float | None:

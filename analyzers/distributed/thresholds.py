@@ -30,6 +30,8 @@ TOO_EARLY, IN_TIME, WRITTEN_WITHIN_S = 0.5, 0.95, 900.0
 LISTED = 8
 #: Seconds by which an exit may lie behind the calls that wait for the rank and still be the reason (clocks differ).
 CLOCK_S = 2.0
+#: Seconds before the first call in flight at which an end is of an earlier life of the job: lines name no time zone.
+DUMPED_LATER_S = 86_400.0
 
 # -- accounts of ranks: steps, speed, replicas, data, gradients, buffers, paths
 

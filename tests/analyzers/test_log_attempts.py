@@ -185,6 +185,19 @@ class TestDumpsAndLogs:
         assert (report.first_divergence.rule, report.first_divergence.where.rank) == (MISSING, 1)
         assert report.first_divergence.where.order == 37
 
+    @pytest.mark.quiet(DIED)
+    @pytest.mark.parametrize(("day", "rule"), [("11-12", MISSING), ("11-14", DIED)], ids=["days before", "that day"])
+    def test_an_end_of_another_day_is_not_what_the_dumps_wait_for(self, read: Read, day: str, rule: str):
+        """The dumps are of 14 November 2023."""
+        ended = (
+            f"  time      : 2023-{day}_20:00:00\n  host      : n0\n  rank      : 1 (local_rank: 1)\n"
+            "  exitcode  : 1 (pid: 3001)\n  error_file: <N/A>\n"
+        )
+        raised = "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: bad row\n"
+        report = read(**DUMPS, **{"old.log": raised + ended})
+        assert report.first_divergence is not None
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (rule, 1)
+
     def test_a_log_that_agrees_stands_for_the_dump_that_is_not_there(self, read: Read):
         dumps = {name: each for name, each in DUMPS.items() if name[-1] in "02"}
         log = watchdog(0, 37, queued=39) + watchdog(3, 37, queued=39)
