@@ -273,10 +273,11 @@ def _finding(capsule: Capsule, timing: Timing, slow: _Slow) -> Finding:
         words += f"{_ms(slow.lost)}, {slow.share:.0%} {of}"
     if slow.ranks[1:]:
         words += f"; {named_ranks(slow.ranks[1:])} are slow, too"
-    cause = "its input comes late: the loader of this rank is slow" if slow.inputs else "this rank computes more slowly"
     if slow.inputs:
+        cause = "its input comes late, or other work keeps it between two steps (logging, saving)"
         first, fix = "time the loader of this rank alone", "more loader workers, or data near the node"
     else:
+        cause = "this rank computes more slowly"
         first = "swap the rank to a spare node and see whether the slowness moves"
         fix = "replace or repair the device, or take the extra work off this rank"
     return Finding(

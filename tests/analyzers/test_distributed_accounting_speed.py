@@ -322,7 +322,8 @@ class TestInputBetweenSteps:
     def test_a_rank_that_sleeps_before_each_step(self, said: Any) -> None:
         (found,) = said(STRAGGLER, self.loop(lambda s, r: 150 * (r == 1), lambda s, r: 50))
         assert found.where.rank == 1
-        assert "input" in found.cause
+        # The time between two steps is on record, and not what fills it.
+        assert found.cause == "its input comes late, or other work keeps it between two steps (logging, saving)"
 
     def test_it_shows_through_computation_that_scatters(self, said: Any) -> None:
         noise = np.random.default_rng(5).lognormal(4.5, 0.8, (20, 2))
