@@ -321,8 +321,8 @@ class Recorder:
         loop.inside = False
         window.micro.given = None
         self._attempt("activations and gradients", lambda: self._finisher.take_compiled(window))
-        if isinstance(error, Exception):
-            self._attempt("exception", lambda: self._finisher.failed(error, window))
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, StopIteration):  # that ends the data
+            self._attempt("exception", lambda: tell(Ending(error, True), self._finisher, window))
         if window.stepped or window.skipped:
             self._patience = MOST_MICROS
         if window.over or error is not None:

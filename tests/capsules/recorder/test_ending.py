@@ -197,6 +197,20 @@ def test_data_that_ends_by_an_exception_is_a_good_end(run: Any) -> None:
     assert (capsule.status, capsule.trigger, said) == ("sealed", None, [])
 
 
+def test_data_that_ends_within_a_step_is_a_good_end(run: Any, gpt: Any) -> None:
+    recording = run()
+    batches = iter([gpt.shifted(0)])
+    with contextlib.suppress(StopIteration):
+        while True:
+            with recording.recorder.step():
+                inputs, targets = next(batches)
+                gpt.cross_entropy(recording.model(inputs), targets).backward()
+                recording.optimizer.step()
+    capsule = recording.capsule()
+    assert (capsule.status, capsule.trigger) == ("sealed", None)
+    assert len(capsule.scalars("loss")) == 1
+
+
 def test_a_generator_that_nobody_wants_any_more_is_a_good_end(run: Any) -> None:
     def job(close: Close) -> None:
         def steps() -> Iterator[int]:
@@ -276,6 +290,21 @@ class TestExitsAndInterrupts:
             "exception",
             "SystemExit: 3",
         )
+
+    @pytest.mark.parametrize(("code", "status"), [(0, "sealed"), (3, "crashed")])
+    def test_an_exit_within_a_step_is_known_though_nobody_closes(self, job: Any, code: int, status: str) -> None:
+        script = f"""
+        import sys, torch
+        from llmconsole.capsules import Recorder
+        model = torch.nn.Linear(2, 2)
+        recorder = Recorder(sys.argv[1], model=model)
+        with recorder.step():
+            model(torch.ones(1, 2)).sum().backward()
+            sys.exit({code})
+        """
+        started = job(script)
+        assert started.finish()[0] == code
+        assert started.capsule().status == status
 
     def test_a_failing_exit_out_of_a_handler_is_the_exception_that_it_handles(self, run: Any) -> None:
         def job(close: Close) -> None:
