@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +273,40 @@ def test_a_signal_in_the_middle_of_a_step_leaves_a_crashed_capsule(job: Any) -> 
     assert killed.finish()[0] == -15
     capsule = killed.capsule()
     assert (capsule.status, capsule.trigger.signal) == ("crashed", "SIGTERM")
+
+
+class Unhashable:
+    """A forward that somebody has wrapped into an object with an equality of its own."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        return self._forward(input_ids)
+
+
+def test_arguments_have_names_whatever_forward_is_and_no_model_is_kept_for_them(run: Any, gpt: Any) -> None:
+    class Positions(gpt.GPT):
+        def forward(self, where: Tensor, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids)
+
+    for replace in (False, True):
+        recording = run(Positions())
+        if replace:
+            inner = gpt.GPT()
+            recording.model.forward = Unhashable(inner.forward)
+            recording.optimizer.add_param_group({"params": list(inner.parameters())})
+        for turn in range(2):
+            inputs, targets = gpt.shifted(turn)
+            given = (inputs,) if replace else (torch.zeros_like(inputs), inputs)
+            with recording.recorder.step():
+                gpt.cross_entropy(recording.model(*given), targets).backward()
+                recording.optimizer.step()
+        batches = recording.capsule().batches()
+        assert [each.input_ids.tolist() for each in batches] == [gpt.shifted(turn)[0].tolist() for turn in range(2)]
+        kept = weakref.ref(recording.model)
+        del recording
+        gc.collect()
+        assert kept() is None

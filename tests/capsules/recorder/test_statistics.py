@@ -79,6 +79,14 @@ def test_the_norm_of_a_half_precision_tensor_does_not_overflow() -> None:
     assert statistics.norm(x).item() == pytest.approx(60_000 * math.sqrt(1000), rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "tensor"), cases(), ids=[name for name, _ in cases()])
+def test_a_norm_at_hand_is_the_norm_or_calls_for_a_closer_look(name: str, tensor: Tensor) -> None:
+    found, wanted = statistics.norm_at_hand(tensor), tensor.double().norm().item()
+    if name == "squares beyond float32":  # finite, but whoever sees this looks at every element
+        wanted = found if found == pytest.approx(wanted) else math.inf
+    assert found == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+
+
 def test_pieces_on_a_device_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "DEVICE_PIECE", 100)
     x = awkward(torch.float32)[:1050]
