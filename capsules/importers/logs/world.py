@@ -17,6 +17,11 @@ SIGN = b""
 _COMMUNICATOR = re.compile(r"\brank \d{1,6} nranks (\d{1,6})\b")
 _MEMBER = re.compile(r"\bGLOBAL_RANK: \d{1,6}, MEMBER: \d{1,6}/(\d{1,6})\b")
 _AGENT = re.compile(r"\bglobal_world_sizes=\[(\d{1,6})\b")
+#: The command by which a job was started; a number of machines that may vary states nothing.
+_COMMAND = re.compile(
+    r"\b(?:torchrun|torch\.distributed\.(?:run|launch))\b(?=.{0,2000}--nproc[-_]per[-_]node[= ](\d{1,6})\b)"
+)
+_MACHINES = re.compile(r"--nnodes[= ]([^\s'\",]{1,6})")
 _STATED = re.compile(
     r"(?P<of>[\w-]{0,40}[ _-])?\b(?:world[ _-]?size|WORLD_SIZE|World[ _]?[Ss]ize)\b"
     r"['\"]?\s{0,3}[:=]?\s{0,3}(?:is )?['\"]?(\d{1,6})\b(?!\.\d)"
@@ -29,7 +34,7 @@ class Lines:
     """Reads them, and states at the end the largest number."""
 
     open = False
-    marks = (b" nranks ", b"orld_size", b"orld size", b"WORLD_SIZE", b"orldSize", b"orld Size", b"MEMBER: ")
+    marks = (b" nranks ", b"orld_size", b"orld size", b"WORLD_SIZE", b"orldSize", b"orld Size", b"MEMBER: ", b"--nproc")
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -41,8 +46,16 @@ class Lines:
         if found is None:
             found = next((each for each in _STATED.finditer(line) if not _PART.search(each["of"] or "")), None)
         if found is None:
-            return False
+            return (command := _COMMAND.search(line)) is not None and self._started(line, int(command[1]))
         self._largest = max(self._largest, int(found[found.lastindex or 0]))
+        return True
+
+    def _started(self, line: str, processes: int) -> bool:
+        """Processes of each machine times machines, where the command says both."""
+        machines = _MACHINES.search(line)
+        if machines is not None and not machines[1].isdecimal():
+            return False
+        self._largest = max(self._largest, processes * (int(machines[1]) if machines is not None else 1))
         return True
 
     def close(self) -> None:

@@ -134,6 +134,7 @@ class TestWorld:
             "  global_world_sizes=[8, 8, 8, 8]",
             "[rank0]: world_size=8 rank=0",
             "Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8",
+            "+ torchrun --nnodes=2 --nproc_per_node=4 train.py",
             "{'RANK': '0', 'WORLD_SIZE': '8'}",
         ],
     )
@@ -143,7 +144,14 @@ class TestWorld:
         assert capsule.manifest.run.world_size == 8
 
     @pytest.mark.parametrize(
-        "line", ["LOCAL_WORLD_SIZE=8", "data parallel world size: 8", "dp_world_size = 8", "tp world size 8"]
+        "line",
+        [
+            "LOCAL_WORLD_SIZE=8",
+            "data parallel world size: 8",
+            "dp_world_size = 8",
+            "tp world size 8",
+            "torchrun --nnodes=1:4 --nproc_per_node=8",
+        ],
     )
     def test_that_of_a_part_is_none(self, imported: Imports, line: str):
         capsule = imported(f"{steps(1, 3)}{line}\n")
