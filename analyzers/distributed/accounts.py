@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..attempts import current_events
 
 if TYPE_CHECKING:
@@ -148,20 +150,25 @@ def _steps_of(capsule: Capsule, micros: dict[int, set[tuple[int, int]]]) -> dict
 
 def _calls(capsule: Capsule, found: dict[int, Account]) -> None:
     """How far each rank came in each group, and whether it stood in a call at the end."""
-    last: dict[int, tuple[int, dict[str, Any]]] = {}
-    for at, record in enumerate(capsule.records("collectives")):
-        account = found.setdefault(record["rank"], Account(record["rank"]))
-        seq, group = record.get("seq"), str(record.get("group") or "0")
-        if isinstance(seq, int) and not record.get("p2p"):
-            account.reached[group] = max(seq, account.reached.get(group, 0))
-        order = record.get("order")
-        if isinstance(record.get("step"), int):
-            account.inside = max(record["step"], account.inside or 0)
-        place = order if isinstance(order, int) else at
-        if record["rank"] not in last or place >= last[record["rank"]][0]:
-            last[record["rank"]] = (place, record)
-    for rank, (_, record) in last.items():
-        found[rank].pending = record.get("state") in ("scheduled", "started")
+    columns = capsule.columns("collectives")
+    rank, seq, step = (columns.integers(each) for each in ("rank", "seq", "step"))
+    told, places = columns.combinations("rank", "group", "p2p")
+    furthest = np.full((2, len(told)), -1)
+    np.maximum.at(furthest[0], places, seq)
+    np.maximum.at(furthest[1], places, step)
+    for (own, group, direct), reached, inside in zip(told, *furthest.tolist(), strict=True):
+        account = found.setdefault(own, Account(own))
+        if reached >= 0 and not direct:
+            name = str(group or "0")
+            account.reached[name] = max(reached, account.reached.get(name, 0))
+        if inside >= 0:
+            account.inside = max(inside, account.inside or 0)
+    order = columns.integers("order")
+    place = np.where(order >= 0, order, np.arange(len(order)))
+    rows = np.lexsort((np.arange(len(place)), place, rank))
+    states, places = columns.combinations("state")
+    for row in rows[np.flatnonzero(np.diff(rank[rows], append=-1))].tolist():
+        found[int(rank[row])].pending = states[places[row]][0] in ("scheduled", "started")
 
 
 def in_step_until(capsule: Capsule) -> int | None:
@@ -180,8 +187,8 @@ def in_step_until(capsule: Capsule) -> int | None:
 
 def joined(capsule: Capsule) -> bool:
     """Whether the job tolerates ranks that run out of data earlier: DDP's join, or a setting that means it."""
-    for record in capsule.records("collectives"):
-        for frame in record.get("frames") or ():
+    for (frames,) in capsule.columns("collectives").combinations("frames")[0]:
+        for frame in frames or ():
             if (frame.get("file") or "").replace("\\", "/").endswith("algorithms/join.py"):
                 return True
             if frame.get("name") in ("notify_join_context", "join_hook", "join_uneven_inputs"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmconsole.analyzers.distributed.accounts import accounts, joined
 from llmconsole.analyzers.distributed.diagnosis import diagnosis
 from llmconsole.analyzers.distributed.reading import calls
 from llmconsole.analyzers.runner import analyze
@@ -35,8 +36,11 @@ def test_no_rule_makes_a_dictionary_of_each_call_in_a_dump(tmp_path, monkeypatch
     for seed in range(4):
         incident = flight_faults.incident(seed, "missing", small=True)
         files = flight_faults.write(incident, tmp_path / str(seed))
-        report = analyze(Capsule.open(import_job(files, tmp_path / "capsules", attach=False).path))
+        capsule = Capsule.open(import_job(files, tmp_path / "capsules", attach=False).path)
+        report = analyze(capsule)
         assert report.errors == ()
+        assert set(accounts(capsule)) == set(capsule.ranks)  # of rules that want logs beside the dumps
+        assert not joined(capsule)
         judged |= {*report.quiet, *(each.rule for each in report.findings)}
     assert {"distributed/missing-rank", "distributed/straggler", "distributed/timeout-raised"} <= judged
 
