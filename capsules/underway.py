@@ -1,8 +1,8 @@
 """Calls that a rank has written before it made them (``underway/collectives.jsonl``), beside those it wrote after.
 
 The file is there while a rank records, and stays where its process ended without a word. It has ``PLACES`` places of
-``PLACE`` bytes, filled in turn; a place holds one line as in ``records/`` and is filled up with line breaks. One that
-was never written, or that a file system lost, is NUL bytes.
+``PLACE`` bytes, filled in turn; a place holds one line as in ``records/`` and is filled up with line breaks. One that a
+file system lost is NUL bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def in_places(data: bytes, skipped: int = 0) -> Lines:
         data: of the file.
         skipped: bytes of it that lie before ``data``.
     """
-    starts = range(-skipped % PLACE, len(data), PLACE)
-    return decode_lines(b"".join(data[at : at + PLACE].strip(b"\0\n") + b"\n" for at in starts))
+    places = [data[at : at + PLACE].strip(b"\n") for at in range(-skipped % PLACE, len(data), PLACE)]
+    if places and not places[0].strip(b"\0"):
+        places[0] = b""  # writers of before began with the second place
+    return decode_lines(b"".join((place.strip(b"\0") or place) + b"\n" for place in places))
 
 
 def later(found: list[Record], known: list[Record]) -> list[Record]:

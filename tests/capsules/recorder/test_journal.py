@@ -59,6 +59,7 @@ class TestTheJournal:
         ("torn", "why"),
         [
             (lambda held: held[:60] + bytes(PLACE - 60), "not valid JSON"),
+            (lambda held: bytes(PLACE), "a hole of 4,096 NUL bytes"),
             (lambda held: held[:60] + held[70:] + b"\n" * 10, "checksum of the line does not match"),
         ],
     )
@@ -72,6 +73,8 @@ class TestTheJournal:
         file.write_bytes(data[:at] + torn(data[at : at + PLACE]) + data[at + PLACE :])
         numbers, damage = read(path)
         assert numbers == [seq for seq in range(1, PLACES + 1) if seq != place + 1]
+        if why.startswith("a hole") and not place:
+            return  # writers of before left their first place empty
         assert [each.startswith(f"place {place + 1}: {why}") for each in damage] == [True]
 
     def test_a_call_of_thousands_of_ranks_fits_without_their_list(self, tmp_path: Path) -> None:
