@@ -136,6 +136,11 @@ class TestWorld:
             "Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8",
             "+ torchrun --nnodes=2 --nproc_per_node=4 train.py",
             "{'RANK': '0', 'WORLD_SIZE': '8'}",
+            "[2026-11-01 07:00:00,123] [INFO] [launch.py:256:main] dist_world_size=8",
+            "args: Namespace(lr=0.1, world_size=8, rank=0)",
+            "2026-11-01 07:00:00,123 - root - INFO - Initialized process group, world size: 8",
+            "total world size: 8\nnote: the last run used world_size=4\nvLLM engine: world_size=4",
+            "[rank1]: global_world_sizes=[4, 4]\n[rank1]: global_world_sizes=[8, 8]",
         ],
     )
     def test_a_line_that_states_it(self, imported: Imports, line: str):
@@ -150,12 +155,34 @@ class TestWorld:
             "data parallel world size: 8",
             "dp_world_size = 8",
             "tp world size 8",
+            "shard world size: 8",
+            "[TP] world size: 8",
+            "world_size: 8 per node",
+            "world_size=8 (checkpoint was saved with)",
+            "new_group ranks=[0,1,2,3] world_size=8",
+            "world_size=8 rank=0 local_rank=0 distributed_init_method=tcp://n0:2000 backend=nccl",
+            "world_size=999999",
             "torchrun --nnodes=1:4 --nproc_per_node=8",
         ],
     )
     def test_that_of_a_part_is_none(self, imported: Imports, line: str):
         capsule = imported(f"{steps(1, 3)}{line}\n")
         assert capsule.manifest.run is None or capsule.manifest.run.world_size is None
+
+    @pytest.mark.parametrize(
+        ("lines", "ranks"),
+        [
+            (["world size: 8", "world size: 8"], 8),
+            (["world size: 8", "world size: 4"], None),
+            (["world size: 4", "n0:41:41 [0] NCCL INFO comm 0x5 rank 0 nranks 8 cudaDev 0"], None),
+            ([f"n0:4{r}:4{r} [{r}] NCCL INFO comm 0x5 rank {r} nranks 4 cudaDev {r}" for r in range(4)], 4),
+            ([f"n0:4{r}:4{r} [{r}] NCCL INFO comm 0x5 rank {r % 4} nranks 4 cudaDev {r}" for r in range(8)], None),
+        ],
+        ids=["twice", "two numbers", "a larger communicator", "one group", "two groups of as many ranks"],
+    )
+    def test_statements_that_do_not_fit_together_are_none(self, imported: Imports, lines: list[str], ranks: int | None):
+        capsule = imported(steps(1, 3) + "".join(f"{line}\n" for line in lines))
+        assert (capsule.manifest.run.world_size if capsule.manifest.run is not None else None) == ranks
 
 
 class TestMachines:
