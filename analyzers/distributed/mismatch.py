@@ -14,7 +14,7 @@ from .alignment import Parting
 from .collectives import Calls
 from .diagnosis import Diagnosis, Missing, diagnosis
 from .fingerprints import fingerprint_finding
-from .pairs import pair_of_two_sizes
+from .pairs import held_by_pairs, pair_of_two_sizes
 from .signatures import same_count
 from .sizes import size_finding
 from .words import at_site, call_words, last_step, named_ranks
@@ -130,8 +130,8 @@ def _by_size(capsule: Capsule, found: Diagnosis) -> Finding | None:
 
 
 def _by_pair(capsule: Capsule, found: Diagnosis) -> Finding | None:
-    """What a send and its receive say, where ranks wait in nothing else."""
-    return None if found.missing or found.circles else pair_of_two_sizes(capsule, found)
+    """What a send and its receive say, where ranks wait for nobody but their two sides."""
+    return pair_of_two_sizes(capsule, found) if held_by_pairs(found) else None
 
 
 def conditional(found: Diagnosis, parting: Parting) -> bool:

@@ -10,7 +10,7 @@ from ..registry import NotJudged, rule
 from .collectives import UNKNOWN
 from .diagnosis import Diagnosis, Missing, diagnosis
 from .inside import UNTOLD, inside
-from .pairs import pair_that_does_not_end
+from .pairs import held_by_pairs, pair_that_does_not_end
 from .standstill import of_a_moment
 from .waiting import Wait
 from .words import at_site, brief, call_words, last_step, named_ranks
@@ -76,6 +76,10 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
     """
     found = diagnosis(capsule)
     alone = _of_one_rank(found)
+    if held_by_pairs(found):  # one of two sizes is a mismatch
+        if (pair := pair_that_does_not_end(capsule, found)) is not None:
+            yield pair
+        return
     for each in () if alone else found.missing[:4]:
         yield _finding(capsule, found, each) if each.ranks else _silent(capsule, found, each)
     if found.missing and not alone:
@@ -87,8 +91,6 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         yield _past(found.calls.past)
     if found.all_inside is not None:
         yield inside(capsule, found, found.all_inside)
-    elif (pair := pair_that_does_not_end(capsule, found)) is not None:
-        yield pair
     elif (wait := _unseen(found)) is not None and not of_a_moment(capsule, found.calls, found.state):
         yield _incomplete(capsule, found, wait)
     elif found.still is None and found.state.waits and not found.partings:

@@ -47,6 +47,13 @@ def stuck_pairs(found: Diagnosis) -> tuple[Pair, ...]:
     )
 
 
+def held_by_pairs(found: Diagnosis) -> bool:
+    """Whether all that others wait for stands in such a pair, so that the pair is what holds the job."""
+    inside = {rank for pair in stuck_pairs(found) for rank in (pair.source, pair.target)}
+    apart = found.partings or found.circles or found.added
+    return bool(inside) and not apart and all(each.ranks and inside.issuperset(each.ranks) for each in found.missing)
+
+
 def pair_of_two_sizes(capsule: Capsule, found: Diagnosis) -> Finding | None:
     """The first pair whose sides move different data; None where there is none."""
     for pair in stuck_pairs(found):
@@ -59,11 +66,11 @@ def pair_of_two_sizes(capsule: Capsule, found: Diagnosis) -> Finding | None:
 def pair_that_does_not_end(capsule: Capsule, found: Diagnosis) -> Finding | None:
     """A pair of one size that does not end though both sides are posted; None where there is none."""
     pair = next(iter(stuck_pairs(found)), None)
-    elsewhere = found.partings or found.circles or found.state.waits
-    if pair is None or elsewhere or found.still is None or pair_of_two_sizes(capsule, found) is not None:
+    if pair is None or not held_by_pairs(found) or found.still is None or pair_of_two_sizes(capsule, found) is not None:
         return None
     call, site = call_words(found.calls, pair.sent, direct=True), at_site(found.calls, pair.sent, direct=True)
     who = named_ranks((pair.source, pair.target))
+    held = sorted(set(found.state.victims) - {pair.source, pair.target})
     return Finding(
         title=f"Both sides are in the {call} and it does not end",
         summary=f"{who.capitalize()} posted both sides of the {call}{site} with equal sizes, and "
@@ -72,6 +79,7 @@ def pair_that_does_not_end(capsule: Capsule, found: Diagnosis) -> Finding | None
         where=Where(step=last_step(capsule), order=int(found.calls.direct.seq[pair.sent])),
         evidence=(
             Evidence(name="waiting_ranks", value=[pair.source, pair.target], note="both sides are posted"),
+            *((Evidence(name="downstream_victims", value=held, note="wait for these two"),) if held else ()),
             Evidence(name="standstill", value=found.still.reason),
         ),
         next=(

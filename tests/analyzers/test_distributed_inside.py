@@ -136,6 +136,27 @@ class TestPairs:
         assert "no rank is missing" in found.summary
         assert findings(capsule, MISMATCH) == []
 
+    @pytest.mark.parametrize(("awaited", "rule"), [((4, 1, 64), MISMATCH), ((4, 2, 64), MISSING)])
+    def test_a_pair_that_holds_others_is_what_is_said(self, build: Any, awaited: tuple[int, ...], rule: str) -> None:
+        """Ranks 2 and 3 wait in a call of all four for the two that stand in their send."""
+        pair = one_pair((4, 2, 64), awaited)
+
+        def fill(w: Any) -> None:
+            pair(w)
+            for rank in range(4):
+                call = {"group": "all", "group_ranks": [0, 1, 2, 3], "op": "all_reduce", "seq": 3, "order": 10}
+                call |= {"dtype": "float32", "shapes_in": [[8]], "shapes_out": [[8]], "state": "started"}
+                if rank > 1:
+                    w.record("collectives", {**call, "t_created": T0, "timeout_s": 600.0}, rank=rank)
+                status = {"last_seq": {"all": 2 + (rank > 1)}, "last_completed": {"all": 2}}
+                w.record("ranks", {"dump": True, "dumped": T0 + 600.0, **status}, rank=rank)
+
+        capsule = build(fill)
+        (found,) = findings(capsule, rule)
+        assert (found.confidence, found.where.rank) == ("undetermined", None)
+        assert "rank" in found.summary
+        assert "did not enter" not in " ".join(each.title for each in findings(capsule, rule))
+
     @pytest.mark.quiet(MISSING)
     @pytest.mark.quiet(MISMATCH)
     @pytest.mark.parametrize("how", [{"age": 1.0}, {"age": 1.0, "seq": 8}])
