@@ -93,11 +93,11 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         of many ranks' errors only the first one is the reason.
     How it decides:
         The first error of its own, before those by which launchers repeat it and by which ranks say that another one is
-        gone or did not come, at or after the last reported step; without one the first rank with an exit code of its
+        gone or did not come, after which its rank reported no step; without one the first rank with an exit code of its
         own, which the launcher or a scheduler did not end. Workers that outlive the launcher's SIGTERM are a warning: a
-        healthy one ends at once. A launcher that was merely told to end, and a scheduler's limit, are remarks. What
-        an exception means is left open (undetermined), and so is what filled the memory of a host. A device that is
-        out of memory is the business of the rules memory/*: this rule is quiet about it, and about what follows it.
+        healthy one ends at once. A launcher that was merely told to end, and a scheduler's limit, are remarks. What an
+        exception means is left open (undetermined), and so is what filled the memory of a host. A device that is out of
+        memory, and what follows it, are the business of the rules memory/*.
     Looks like it but is not:
         A traceback that was caught, after which training goes on; an interrupt from the keyboard, a time limit, a
         signal by which a scheduler stops a job; warnings; a device that is out of memory.
@@ -108,12 +108,7 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
     """
     if capsule.manifest.trigger is None or capsule.manifest.trigger.kind != "imported":
         raise NotCaptured("a log that was imported: a recording says itself how it ended")
-    last = _last_step(capsule)
-    errors = [
-        each
-        for each in current_events(capsule)
-        if each.get("kind") in ("exception", "oom") and (last is None or _step(each) is None or _step(each) >= last)
-    ]
+    errors = _errors(capsule, last := _last_step(capsule))
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
     first = min(own, key=_place, default=None)
     if first is None:
@@ -127,6 +122,21 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         yield _silent_end(capsule, errors) or _lost_peer(capsule, first, len(own))
         return
     yield _host(first, len(own)) if is_host_failure(first) else _exception(capsule, first, len(own))
+
+
+def _errors(capsule: Capsule, last: int | None) -> list[Mapping[str, Any]]:
+    """Errors that nobody dealt with: no step came after them, or only those of other ranks, or their rank ended so."""
+    found = [each for each in current_events(capsule) if each.get("kind") in ("exception", "oom")]
+    raised = {rank for rank, end in _exits(capsule).items() if end.get("kind") == "exception"}
+    latest = {_rank(each): each for each in found if _rank(each) in raised}
+    final = {id(each) for each in (*latest.values(), *(each for each in found if each.get("uncaught") is True))}
+    steps = [(_step(each), each) for each in found]
+    return [each for step, each in steps if id(each) in final or last is None or step is None or step >= last]
+
+
+def _exits(capsule: Capsule) -> dict[int, Mapping[str, Any]]:
+    """How each rank ended, as its launcher says."""
+    return {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
 
 
 def _host(error: Mapping[str, Any], count: int) -> Finding:
@@ -158,7 +168,9 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
     if reached is not None:
         when = f"after step {reached:,}"
     else:
-        when = "before the first reported step" if last is None else f"its file names no step; others reach {last:,}"
+        when = (
+            "before the first reported step" if last is None else f"its file has no step before it; the last: {last:,}"
+        )
     return Finding(
         confidence="undetermined",
         title="The job ended with an error",
@@ -197,9 +209,9 @@ def _raised_at(error: Mapping[str, Any]) -> tuple[Evidence, ...]:
     return (Evidence(name="raised at", value=site[0], note=" < ".join(site[1:4])),) if site else ()
 
 
-def _silent_end(capsule: Capsule, errors: list[dict[str, Any]]) -> Finding | None:
+def _silent_end(capsule: Capsule, errors: list[Mapping[str, Any]]) -> Finding | None:
     """The first rank that ended by itself and printed no error, as its launcher says; None where there is none."""
-    exits = {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
+    exits = _exits(capsule)
     said = {_rank(each) for each in errors if str(each.get("type") or "").rpartition(".")[2] not in _LAUNCHED}
     own = {
         rank: end
@@ -249,6 +261,7 @@ def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
         return None
     forced = sorted({int(found[1]) for line in lines if (found := _FORCED.search(line)) is not None})
     reach = "" if last is None else f" after step {last:,}"
+    named = f"process {', '.join(map(str, forced[:_MOST_EXITS]))}" if forced else ""
     held = f"{len(forced):,} worker{'' if len(forced) == 1 else 's'}"
     hung = f"; {held} did not end when told to and had to be killed: in a call that does not end, or still saving"
     return Finding(
@@ -261,7 +274,7 @@ def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
         where=Where(step=last),
         evidence=(
             Evidence(name="signal to the launcher", value=told[1], expected="none"),
-            Evidence(name="workers that had to be killed", value=len(forced), expected=0, note=_pids(forced)),
+            Evidence(name="workers that had to be killed", value=len(forced), expected=0, note=named),
         ),
         next=(
             ("record the calls of all ranks (Recorder with hang_after, or flight recorder): who waits for whom",)
@@ -288,10 +301,6 @@ def _ended_by_scheduler(line: str, last: int | None) -> Finding:
     )
 
 
-def _pids(forced: list[int]) -> str:
-    return f"process {', '.join(map(str, forced[:_MOST_EXITS]))}" if forced else ""
-
-
 def _lost(error: Mapping[str, Any]) -> bool:
     """Whether an error only says that the process of another rank is no more."""
     words = f"{error.get('type')}: {_message(error)}"
@@ -300,7 +309,7 @@ def _lost(error: Mapping[str, Any]) -> bool:
 
 def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
     """All that the log holds is a rank whose peer was gone: what ended the peer is not in it."""
-    exits = {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
+    exits = _exits(capsule)
     stopped = any("Sending process" in _message(each) for each in current_events(capsule))
     rank, last = _rank(error), _last_step(capsule)
     words = _short(_words(error), 440)

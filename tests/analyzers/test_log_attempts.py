@@ -51,6 +51,16 @@ def watchdog(rank: int, seq: int, day: int = 1, *, queued: int = 0) -> str:
     )
 
 
+def summary(rank: int, code: int) -> str:
+    return (
+        f"  time      : 2023-11-01_07:10:05\n  host      : n0\n  rank      : {rank} (local_rank: {rank})\n"
+        f"  exitcode  : {code} (pid: {3000 + rank})\n  error_file: <N/A>\n"
+    )
+
+
+RAISED = "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: bad row\n"
+
+
 def dump(rank: int, reached: int, completed: int = 36, ranks: int = 4) -> bytes:
     """A flight-recorder dump whose rank entered ``reached`` calls of the default group."""
     calls = [
@@ -157,6 +167,36 @@ class TestPastAttempts:
         raised = "Traceback (most recent call last):\nValueError: {0}\n"
         report = read(log=steps(1, 40) + raised.format("once") + steps(31, 35) + raised.format("again"))
         assert "again" in finding(report, FAILED).summary
+
+    @pytest.mark.fires(FAILED)
+    @pytest.mark.parametrize("last", ["", summary(1, 1)], ids=["alone", "with a summary"])
+    def test_the_same_error_ends_two_attempts(self, read: Read, last: str):
+        report = read(log=steps(1, 40) + RAISED + steps(31, 40) + RAISED + last)
+        assert report.first_divergence is not None
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (FAILED, 1)
+        assert "ValueError: bad row" in finding(report, FAILED).summary
+        assert finding(read(log=steps(1, 40) + RAISED + steps(31, 300)), FAILED) is None
+
+    @pytest.mark.fires(MISSING)
+    @pytest.mark.quiet(DIED)
+    def test_the_summary_of_a_launcher_ends_an_attempt_though_no_step_follows(self, read: Read):
+        ended = summary(1, 1) + summary(3, -15)
+        waits = "".join(watchdog(rank, 3, day=2) for rank in (0, 1, 2))
+        report = read(log="world_size=4\n" + steps(1, 40) + RAISED + ended + waits + summary(1, -6))
+        assert report.first_divergence is not None
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (MISSING, None)
+        assert "only rank 3 can be missing" in finding(report, MISSING).summary
+        assert finding(report, DIED) is None
+        # That of another machine comes while ranks still wait.
+        waits = "".join(watchdog(rank, 3) for rank in (0, 2))
+        report = read(log="world_size=4\n" + steps(1, 40) + RAISED + summary(1, 1) + waits)
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (DIED, 1)
+
+    def test_an_error_before_any_step_of_the_second_attempt_is_its_end(self, read: Read):
+        waits = "".join(watchdog(rank, 121) for rank in (0, 1, 3))
+        report = read(log=steps(1, 40) + waits + summary(1, -6) + RAISED + summary(1, 1))
+        assert report.first_divergence is not None
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (FAILED, 1)
 
     def test_logs_of_ranks_that_report_no_steps_follow_the_one_that_does(self, read: Read):
         report = read(**{"rank0.log": steps(1, 40) + watchdog(0, 121) + steps(31, 300), "rank1.log": watchdog(1, 121)})

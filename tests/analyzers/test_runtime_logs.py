@@ -74,7 +74,7 @@ def test_an_error_in_a_file_of_its_own_stands_at_no_step(tmp_path: Path):
     capsule = Capsule.open(import_files(files, tmp_path / "imported", attach=False))
     (finding,) = analyze(capsule, [rule_named(FAILED)]).findings
     assert finding.where.step is None
-    assert finding.summary.endswith("(its file names no step; others reach 2).")
+    assert finding.summary.endswith("(its file has no step before it; the last: 2).")
 
 
 @pytest.mark.quiet(FAILED)
@@ -91,6 +91,43 @@ def test_an_error_in_a_file_of_its_own_stands_at_no_step(tmp_path: Path):
     ids=["training went on", "clean-up", "logging", "keyboard"],
 )
 def test_what_did_not_end_the_job_is_quiet(read: Read, text: str):
+    assert not read(text, FAILED)
+
+
+EXIT = "=====\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 91)\n"
+RAISED = trace("ValueError: bad row", "[rank1]: ")
+
+
+def ranks_in_turn(first: int, last: int, ranks: tuple[int, ...] = (0, 1)) -> str:
+    return "".join(f"[rank{rank}]: {step(number)}" for number in range(first, last + 1) for rank in ranks)
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.parametrize(
+    "text",
+    [
+        step(1) + step(2) + RAISED + step(3) + step(4),
+        ranks_in_turn(1, 4) + RAISED + ranks_in_turn(3, 6, (0,)),
+        step(1) + step(2) + trace("ValueError: bad row") + step(3) + EXIT,
+    ],
+    ids=["what nobody caught is behind its rank", "others print on", "the launcher says that its rank ended"],
+)
+def test_steps_that_others_printed_behind_an_error_are_no_sign_that_it_was_dealt_with(read: Read, text: str):
+    (finding,) = read(text, FAILED)
+    assert (finding.where.step, finding.where.rank) == (4 if "[rank0]" in text else 2, 1)
+    assert "ValueError: bad row" in finding.summary
+
+
+@pytest.mark.quiet(FAILED)
+@pytest.mark.parametrize(
+    "text",
+    [
+        ranks_in_turn(1, 4) + RAISED + ranks_in_turn(5, 6),
+        ranks_in_turn(1, 4, (0,)) + RAISED + ranks_in_turn(5, 9, (0,)),
+    ],
+    ids=["its rank prints on", "a rank that never reports steps, behind a prefix that all lines have"],
+)
+def test_an_error_whose_rank_goes_on_or_may_go_on_is_quiet(read: Read, text: str):
     assert not read(text, FAILED)
 
 

@@ -7,6 +7,7 @@ A job went on where the steps go back, where more of them follow than a block ho
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..run import Run
@@ -24,36 +25,74 @@ _MOST_HELD = 4096
 class Attempts:
     """Holds back the events of how a job ended, until the log ends or training went on.
 
+    After the summary of a launcher a new stretch of the log begins. It is another attempt as soon as a rank that the
+    summary has ended says a word of its end: a launcher of another machine may print its own while ranks still wait.
+
     Attributes:
-        number: of the attempt that is read now, from 0 on.
+        number: of the stretch that is read now, from 0 on.
+        first: of the stretch with which the attempt began that is read now.
         restarts: how often the job surely began anew; it may also have lived on, with an error that it dealt with.
+        closing: called before another stretch begins: what waits for more lines belongs to the one before.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.number = self.restarts = 0
+        self.number = self.first = self.restarts = 0
+        self.closing: list[Callable[[], None]] = []
         self._held: deque[tuple[int, int | None, str, int, dict[str, Any]]] = deque()
-        self._stopped = self._launcher_ended = False
+        self._stopped = self._launcher_ended = self._apart = False
         self._last = self._newest = -1
         self._after = self._backs = 0
+        self._ended: set[int] = set()  # the ranks of a launcher's summary
+        self._reported: dict[int | None, int] = {}  # steps by the rank that printed them, None where no line says it
 
-    def event(self, kind: str, rank: int, attempt: int | None = None, *, of_life: bool = False, **fields: Any) -> None:
-        """An event of the attempt that is read now, or of ``attempt``; ``past`` is added where training went on.
+    def event(
+        self,
+        kind: str,
+        rank: int,
+        attempt: int | None = None,
+        *,
+        of_life: bool = False,
+        alive: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """An event of the stretch that is read now, or of ``attempt``; ``past`` is added where training went on.
 
-        One ``of_life`` of the processes is past only where these began anew.
+        One ``of_life`` of the processes is past only where these began anew. An error is ``uncaught`` where its rank
+        has reported no step since ``alive`` was its sign of life.
         """
         life = self.restarts if of_life else None
+        fields["uncaught"] = alive
         self._held.append((self.number if attempt is None else attempt, life, kind, rank, fields))
         if len(self._held) > _MOST_HELD:
             self._write(*self._held.popleft())
 
-    def stopped(self, launcher: bool = False) -> None:
-        """Something was printed by which an attempt ends; ``launcher``: by the process that outlives all others."""
-        self._stopped, self._after, self._newest = True, 0, self._last
-        self._launcher_ended = self._launcher_ended or launcher
+    def alive(self, rank: int) -> int | None:
+        """A sign of life of a rank that says who it is; None where later lines could not tell whether it lives on."""
+        own = self._reported.get(rank, 0)
+        return own if own or self._reported.keys() <= {None} else None
 
-    def reached(self, step: int) -> None:
-        """A step was reported."""
+    def stopped(self, rank: int | None) -> None:
+        """Something was printed by which an attempt ends: by ``rank`` where that is told."""
+        if self._ended:
+            if not self._apart:
+                self._close_stretch()
+                self._apart = True
+            if rank in self._ended:
+                self._another(self.number)
+        self._stopped, self._after, self._newest = True, 0, self._last
+
+    def launcher_ended(self, rank: int | None = None) -> None:
+        """The process that outlives all others says that it ends, or that a rank did."""
+        if rank is not None:
+            if self._apart and rank in self._ended:
+                self._another(self.number)
+            self._ended.add(rank)
+        self._stopped, self._after, self._newest, self._launcher_ended = True, 0, self._last, True
+
+    def reached(self, step: int, who: int | None) -> None:
+        """A step was reported, by the rank ``who`` where the line tells."""
+        self._reported[who] = self._reported.get(who, 0) + 1
         back = step < self._last - 1
         if not (back or self._stopped):
             self._last = step
@@ -71,15 +110,29 @@ class Attempts:
 
     def begin(self, *, anew: bool = True) -> None:
         """Another attempt has begun: all that was printed of how the ones before ended is past."""
-        self.number += 1
-        self.restarts += anew
-        self._stopped, self._launcher_ended, self._backs = False, False, 0
+        self._close_stretch()
+        self._another(self.number, anew=anew)
+        self._stopped = False
 
     def close(self) -> None:
         """The log ends here."""
         while self._held:
             self._write(*self._held.popleft())
 
+    def _close_stretch(self) -> None:
+        for each in self.closing:
+            each()
+        self.number += 1
+
+    def _another(self, first: int, *, anew: bool = True) -> None:
+        """Another attempt began with a stretch."""
+        self.first = first
+        self.restarts += anew
+        self._launcher_ended, self._apart, self._backs = False, False, 0
+        self._ended.clear()
+
     def _write(self, attempt: int, life: int | None, kind: str, rank: int, fields: dict[str, Any]) -> None:
-        past = attempt < self.number if life is None else life < self.restarts
+        past = attempt < self.first if life is None else life < self.restarts
+        alive = fields["uncaught"]
+        fields["uncaught"] = True if alive is not None and alive == self._reported.get(rank, 0) else None
         self._run.event(kind, rank=rank, past=True if past else None, **fields)

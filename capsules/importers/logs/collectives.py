@@ -130,7 +130,7 @@ class Collectives:
 
     def timed_out(self, rank: int) -> bool:
         """Whether the watchdog of a rank gave up on a collective, in the last attempt."""
-        return any(each[:2] == (self._log.attempts.number, rank) for each in self._open)
+        return any(each[0] >= self._log.attempts.first and each[1] == rank for each in self._open)
 
     def _speaker(self, line: str) -> tuple[int, str | None]:
         """Who speaks, and the job-wide name of the group; a number in the text is the rank within that group."""
@@ -144,14 +144,14 @@ class Collectives:
         return (self._log.rank if self._log.told or named is None else named), found["group"]
 
     def _entry(self, rank: int, key: Any, line: str) -> dict[str, Any]:
-        attempt = self._log.attempts.number
-        place = (attempt, rank, key)
+        attempts, t = self._log.attempts, self._log.time(line)
+        attempts.stopped(rank)
+        place = (attempts.number, rank, key)
         if place not in self._open and len(self._open) >= _MOST:
             self._log.run.note(f"more than {_MOST:,} timeouts of collectives; the first are kept")
             return {}
-        self._log.attempts.stopped()
-        entry = self._open.setdefault(place, {"attempt": attempt, "rank": rank, "step": self._log.step, "t": None})
-        entry["t"] = self._log.time(line) if entry["t"] is None else entry["t"]
+        entry = self._open.setdefault(place, {"attempt": place[0], "rank": rank, "step": self._log.step, "t": None})
+        entry["t"] = t if entry["t"] is None else entry["t"]
         return entry
 
     def _newest(self, rank: int) -> dict[str, Any]:

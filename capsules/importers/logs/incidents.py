@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .collectives import Collectives, Frame, sizes
+from .collectives import Collectives, sizes
 from .last_words import LastWords
 from .launcher import Launcher
 from .log import Log
 from .out_of_memory import parsed, phase_of
+from .tracebacks import LONGEST, Trace, error_of
 
 FORMAT = ""
 NEEDED = b""
@@ -27,13 +28,6 @@ SIGN = (
 )
 
 _TRACEBACK = "Traceback (most recent call last):"
-_ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?::\s?(.*))?$")
-_ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Warning|Abort|StopIteration)\w*$")
-_FRAME = re.compile(r'\s*File "([^"\n]{1,1000})", line (\d{1,9}), in (\S{1,200})')
-#: How a log record of torch's launcher and of glog begins.
-_RECORD = re.compile(r"[DIWEF]\d{4} \d\d:")
-#: How a line of steps begins, which no message of an error goes on with.
-_COUNTS = re.compile(r"(?:[Gg]lobal[ _])?(?:[Ss]tep|[Ii]ter(?:ation)?|[Ee]poch)[\s:=#\[]{1,4}\d")
 #: A process as the kernel names it.
 _PROCESS = re.compile(r"\bpid[=: ]{1,2}'?(\d{1,18})\b")
 _NCCL_RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\]")
@@ -61,26 +55,8 @@ _WHAT = re.compile(r"\s{0,8}what\(\):\s{0,8}(\S.*)")
 _IGNORED = ("Exception ignored in", "--- Logging error ---", "Error in atexit", "Exception in thread")
 #: What launchers raise in a process of their own.
 _LAUNCHERS = ("ChildFailedError", "SignalException", "CalledProcessError", "RendezvousConnectionError")
-#: Lines between a traceback's beginning and its error, of the same rank.
-_LONGEST = 2000
-#: Lines after an error that still belong to its message; signs of its text that are read, and frames that are kept.
-_MORE, _READ, _MOST_FRAMES = 4, 16_384, 24
 #: Events that wait for the end of a log.
 _MOST_UNCLAIMED = 1000
-
-
-class _Trace:
-    """A traceback that is being printed by one rank, at the step where the run stands when it begins."""
-
-    def __init__(self, indent: int, rank: int, step: int | None) -> None:
-        self.indent, self.rank, self.step, self.lines = indent, rank, step, 0
-        self.error: dict[str, Any] | None = None
-        self.anonymous = False
-        self.text = ""
-        self.frames: list[Frame] = []  # outermost first, as it is printed
-        self.ignored = False
-        self.more = _MORE
-        self.order = self.attempt = 0
 
 
 class Lines:
@@ -125,7 +101,7 @@ class Lines:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._traces: dict[int, _Trace] = {}
+        self._traces: dict[int, Trace] = {}
         self._ignored: set[int] = set()
         self._seen: set[tuple[int, int, str, str]] = set()
         self._collectives = Collectives(log)
@@ -137,6 +113,7 @@ class Lines:
         self._words = LastWords(log)
         self._torn: list[tuple[int | None, dict[str, Any]]] = []  # errors of teardown, and whose they are
         self._errors = 0
+        log.attempts.closing.append(self._complete)
 
     @property
     def open(self) -> bool:
@@ -154,10 +131,10 @@ class Lines:
             launched = self._launcher.rank if "traceback :" in line[:at] else None
             in_summary, rank = launched is not None, self._log.rank if launched is None else launched
             indent = len(line) - len(line.lstrip()) if in_summary else at
-            trace = self._traces[self._log.rank] = _Trace(indent, rank, self._log.step)
-            trace.anonymous = self._log.anonymous and not in_summary
+            trace = self._traces[self._log.rank] = Trace(indent, rank, self._log.step, self._errors)
+            trace.summary, trace.anonymous = in_summary, self._log.anonymous and not in_summary
             trace.ignored = self._log.rank in self._ignored
-            trace.order, self._errors = self._errors, self._errors + 1
+            self._errors += 1
             self._ignored.discard(self._log.rank)
             return True
         trace = self._traces.get(self._log.rank)
@@ -177,9 +154,9 @@ class Lines:
         if speaker is None:
             return False
         if "CANCELLED" in line:
-            self._log.attempts.stopped(launcher=True)
+            self._log.attempts.launcher_ended()
         event: dict[str, Any] = {"step": self._log.step, "t": self._log.time(line), "level": _level(line)}
-        event |= {"logger": _logger(line), "message": line.strip()[:_LONGEST]}
+        event |= {"logger": _logger(line), "message": line.strip()[:LONGEST]}
         if unclaimed:
             process = _PROCESS.search(line)
             self._claim({"kind": "log", "pid": int(process[1]) if process else None, **event})
@@ -221,7 +198,7 @@ class Lines:
         if "atchdog" in text or (kind is None and sizes(text) is None):
             return False
         event: dict[str, Any] = {"step": self._log.step, "type": kind or "gloo::EnforceNotMet", "order": self._errors}
-        event["message"], self._errors = text[:_LONGEST], self._errors + 1
+        event["message"], self._errors = text[:LONGEST], self._errors + 1
         if self._log.anonymous:
             self._claim({"kind": "exception", **event})
         else:
@@ -236,9 +213,9 @@ class Lines:
             return False
         named = _NCCL_RANK.search(line) if not self._log.told else None
         rank = int(named[1] or named[2]) if named else None if self._log.anonymous else self._log.rank
+        self._log.attempts.stopped(rank)
         event |= {"kind": "exception", "attempt": self._log.attempts.number, "order": self._errors}
         self._errors += 1
-        self._log.attempts.stopped()
         if len(self._torn) < _MOST_UNCLAIMED and self._new(
             -1 if rank is None else rank, event["type"], event["message"]
         ):
@@ -287,41 +264,42 @@ class Lines:
                 self._log.attempts.event(rank=home if rank is None else rank, told=told, **event)
         self._unclaimed.clear()
 
-    def _traced(self, trace: _Trace, line: str) -> bool:
+    def _traced(self, trace: Trace, line: str) -> bool:
         """A line while a traceback is open; False where it belongs to something else."""
         trace.lines += 1
-        text = line.strip()
-        indent = len(line) - len(line.lstrip())
         if trace.error is not None:
-            if text and trace.more and indent >= trace.indent and not _begins_anew(text):
-                trace.more -= 1
-                trace.error["message"] = f"{trace.error['message']} {text}"[:_LONGEST]
-                trace.text = f"{trace.text}\n{text}"[:_READ]
+            if trace.goes_on(line):
                 return True
             self._end(self._log.rank)
             return False
-        if trace.lines > _LONGEST:
+        if trace.lines > LONGEST:
             del self._traces[self._log.rank]
             return False
-        if indent > trace.indent and (indent > trace.indent + 1 or line[:1] == "\t"):
-            if (frame := _FRAME.match(line)) is not None:
-                trace.frames.append({"name": frame[3], "file": frame[1], "line": int(frame[2])})
-                del trace.frames[:-_MOST_FRAMES]
+        if trace.inside(line):
             return True
-        found = _ERROR.match(text)
-        if found is None or not (found[2] is not None or _ERROR_NAME.search(found[1]) or "." in found[1]):
-            return False
-        if found[2] is not None and not (_ERROR_NAME.search(found[1]) or "." in found[1] or found[1][:1].isupper()):
+        if (error := error_of(line)) is None:
             return False
         if (memory := parsed(line)) is not None:
             del self._traces[self._log.rank]
-            return self._oom(line, memory, trace, found[1])
-        if not trace.ignored:
-            self._log.attempts.stopped()
-        trace.attempt = self._log.attempts.number
-        trace.error = {"type": found[1], "message": (found[2] or "")[:_LONGEST]}
-        trace.text = (found[2] or "")[:_READ]
+            return self._oom(line, memory, trace, error[0])
+        if not (trace.ignored or trace.summary):
+            self._stopped(trace, error[0])
+        trace.ends(*error)
         return True
+
+    def _stopped(self, trace: Trace, kind: str) -> None:
+        """An attempt ends by an error, of a rank or of the launcher."""
+        if kind.rpartition(".")[2] in _LAUNCHERS:
+            self._log.attempts.launcher_ended()
+            return
+        self._log.attempts.stopped(None if trace.anonymous else trace.rank)
+        if not trace.anonymous:
+            trace.alive = self._log.attempts.alive(trace.rank)
+
+    def _complete(self) -> None:
+        """Another attempt begins: errors that waited for more lines are of the one before."""
+        for rank in [rank for rank, trace in self._traces.items() if trace.error is not None]:
+            self._end(rank)
 
     def _end(self, rank: int) -> None:
         trace = self._traces.pop(rank, None)
@@ -329,23 +307,23 @@ class Lines:
             return
         if self._new(trace.rank, trace.error["type"], trace.error["message"]):
             if trace.ignored:
-                message = f"{trace.error['type']}: {trace.error['message']}"[:_LONGEST]
+                message = f"{trace.error['type']}: {trace.error['message']}"[:LONGEST]
                 fields: dict[str, Any] = {"level": "warning", "logger": "python", "message": message}
                 self._log.incident("log", step=trace.step, rank=trace.rank, **fields)
                 return
             frames = trace.frames[::-1]
             self._collectives.raised(trace.rank, trace.step, trace.text, frames)
             event: dict[str, Any] = {"step": trace.step, "frames": frames or None, "order": trace.order, **trace.error}
-            event["attempt"] = trace.attempt
+            event["alive"] = trace.alive
             if trace.anonymous:
                 self._claim({"kind": "exception", **event})
             else:
                 self._failed(trace.rank, None, event)
 
-    def _oom(self, line: str, memory: dict[str, Any], trace: _Trace | None, kind: str) -> bool:
+    def _oom(self, line: str, memory: dict[str, Any], trace: Trace | None, kind: str) -> bool:
         rank = self._log.rank if trace is None else trace.rank
         frames = trace.frames[::-1] if trace is not None else []
-        entry: dict[str, Any] = {"message": line.strip()[:_LONGEST], "phase": phase_of(frames), **memory}
+        entry: dict[str, Any] = {"message": line.strip()[:LONGEST], "phase": phase_of(frames), **memory}
         if "type" not in entry and (kind or "Error:" in line):
             entry["type"] = kind or line.split("Error:")[0].split()[-1] + "Error"
         if entry.get("pid") is not None:
@@ -353,7 +331,7 @@ class Lines:
                 told = {"attempt": self._log.attempts.number, "step": self._log.step, "t": self._log.time(line)}
                 self._killed.append({**entry, **told})
         elif self._new(rank, "oom", entry["message"]):
-            self._log.attempts.stopped()
+            self._log.attempts.stopped(None if self._log.anonymous else rank)
             step = self._log.step if trace is None else trace.step
             event: dict[str, Any] = {"step": step, "t": self._log.time(line), "frames": frames or None, **entry}
             event["order"], self._errors = (self._errors if trace is None else trace.order), self._errors + 1
@@ -374,16 +352,6 @@ class Lines:
         if len(self._seen) < 10_000:
             self._seen.add(key)
         return True
-
-
-def _begins_anew(text: str) -> bool:
-    """Whether a line is no continuation of a message: a log record, a rule of signs, a frame."""
-    return (
-        text[:1] in "[{=*-+"
-        or text.startswith(("File ", "During handling", "The above exception", "Traceback (most"))
-        or _RECORD.match(text) is not None
-        or _COUNTS.match(text) is not None
-    )
 
 
 def _logger(line: str) -> str:

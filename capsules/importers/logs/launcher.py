@@ -79,12 +79,13 @@ class Launcher:
         field, text = found[1], found[2].strip()
         if field == "rank":
             named = _RANK.match(text)
-            self.rank = count(named[1]) if named else None
-            if self.rank is not None:
-                self._exits.setdefault(self.rank, {}).update(self._before)
-            self._before = {}
-            self._log.attempts.stopped(launcher=True)
-            return self.rank is not None
+            rank = count(named[1]) if named else None
+            self._log.attempts.launcher_ended(rank)
+            self._begun()
+            if rank is not None:
+                self._exits.setdefault(rank, {}).update(self._before)
+            self.rank, self._before = rank, {}
+            return rank is not None
         if field in ("time", "host"):  # printed before the rank
             value = _seconds(text) if field == "time" else text[:200]
             self._before[field] = value
@@ -130,7 +131,7 @@ class Launcher:
             return False
         told = None if mpirun is not None or not self._log.machines else False
         self._begun()
-        self._log.attempts.stopped(launcher=True)
+        self._log.attempts.launcher_ended()
         signal, time = _SIGNALS.get(-code), self._log.time(line)
         if told is None:
             self._exits.setdefault(rank, {"code": code, "signal": signal, "time": time})
@@ -143,8 +144,8 @@ class Launcher:
 
     def _begun(self) -> None:
         """Forget the ends of the ranks in an attempt that another one followed."""
-        if self._attempt != self._log.attempts.number:
-            self._attempt = self._log.attempts.number
+        if self._attempt != self._log.attempts.first:
+            self._attempt = self._log.attempts.first
             self._exits.clear()
             self._out_of_memory.clear()
             self.rank = None

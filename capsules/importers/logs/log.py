@@ -126,7 +126,7 @@ class Log:
 
     def reached(self, step: int, by: str) -> None:
         """A program logged a training step."""
-        self.attempts.reached(step)
+        self.attempts.reached(step, None if self.anonymous else self.rank)
         self.step = step
         self.leader = self.leader or by
 
