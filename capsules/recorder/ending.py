@@ -89,7 +89,10 @@ def _passes_on(error: BaseException) -> bool:
     The traceback begins with the frame that deals with the exception. Leaving a handler for good pops the exception.
     """
     at = error.__traceback__
-    return at is not None and _only_raises(at.tb_frame)
+    try:
+        return at is not None and _only_raises(at.tb_frame)
+    except Exception:  # bytecode of a Python to come, or made by a tool: not known, and nothing that a job may feel
+        return False
 
 
 def _only_raises(frame: FrameType) -> bool:
