@@ -48,6 +48,7 @@ _REASON: Final = re.compile(r"DUE TO ([A-Z][A-Z ]{1,40}[A-Z])")
 #: Lines of a process's runtime, its watchdog or its launcher by which it ends without an exception.
 _LAST_WORDS: Final = re.compile(
     r"\] Heartbeat monitor timed out|^Fatal Python error|^(?:Segmentation fault|Bus error)\b"
+    r"|^exit code (?!-?(?:0|15|2|143|130)\b).{1,40}, local rank "
     r"|^srun: error: .{1,300}: (?:Segmentation fault|Bus error|Killed|Aborted|Illegal instruction)"
 )
 #: What torch's launcher says when it is told to end, and when a worker did not end when it was told to.
@@ -55,8 +56,7 @@ _TOLD_TO_END: Final = re.compile(r"Received (?:Signals\.)?(\w{1,12}) death signa
 _FORCED: Final = re.compile(r"Unable to shutdown process (\d{1,18}) via .{1,40}forcefully exiting")
 #: Lines of the communication library that are shown beside an error, and ranks with their ends.
 _MOST_LINES, _MOST_EXITS = 3, 16
-#: Parameters that are named in a sentence.
-_MOST_NAMES = 8
+_MOST_NAMES = 8  # parameters in a sentence
 
 
 @rule(

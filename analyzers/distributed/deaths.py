@@ -70,7 +70,8 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
         A rank has an end of its own (out of memory, an exception that is no time-out and no closed connection, a signal
         other than the launcher's), most other ranks have none, and these wait for it, timed out, or lost their
         connection. Of several the earliest is named. An end later than the first time-out is none, nor is one a day
-        before the calls that dumps show in flight: a log of another day may lie beside them.
+        before the calls that dumps show in flight: a log of another day may lie beside them; nor an exception of a rank
+        that timed out in the same call as most others, which then did not wait for it.
 
     Looks like it but is not:
         The same exception on all ranks; a rank that its watchdog or the launcher ended; a job that a person stopped.
@@ -102,6 +103,10 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     since = _in_flight_since(found)
     own = [each for each in deaths if each.t is None or gave_up is None or each.t <= gave_up + T.CLOCK_S]
     own = [each for each in own if each.t is None or each.t >= since - T.DUMPED_LATER_S]
+    entered = _entered_with_others(found)
+    own = [
+        each for each in own if each.kind != "exception" or each.rank not in entered or _FATAL_LINE.search(each.words)
+    ]
     everyone = len(known | set(range(found.calls.world)))
     if not own or not affected or 2 * len({each.rank for each in own}) > max(2, everyone):
         return
@@ -231,6 +236,16 @@ def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any
         if died & {*wait.absent, *wait.silent}:
             affected |= dict.fromkeys(wait.waiting, "waits in a call that the dead rank has not entered")
     return {rank: how for rank, how in affected.items() if rank not in died}
+
+
+def _entered_with_others(found: Diagnosis) -> set[int]:
+    """Ranks that timed out in the call in which most others did: these did not wait for them."""
+    calls: dict[tuple[Any, Any], set[int]] = {}
+    for each in found.calls.timeouts:
+        if type(each.get("seq")) is int:
+            calls.setdefault((each.get("group"), each["seq"]), set()).add(each["rank"])
+    most = max(calls.values(), key=len, default=set[int]())
+    return most if len(most) > 1 else set()
 
 
 def _in_flight_since(found: Diagnosis) -> float:

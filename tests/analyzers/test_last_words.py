@@ -105,6 +105,20 @@ class TestLaunchers:
         assert found.where.rank == rank
         assert "SIGKILL" in found.summary
 
+    @pytest.mark.fires(FAILED)
+    @pytest.mark.quiet(DIED)
+    def test_on_several_machines_it_names_one_of_them_and_no_rank(self, read: Read):
+        line = (
+            "[2026-11-01 07:12:45,112] [ERROR] [launch.py:325:sigkill_handler] ['python3', '--local_rank=1'] exits "
+            "with return code = {}"
+        )
+        before = [f"node0{1 + number % 2}: {each}\n" for number, each in enumerate(STEPS.splitlines())]
+        report = read("".join(before) + f"node02: {line.format(-9)}\n")
+        assert "exit code -9 (SIGKILL), local rank 1 on node02" in finding(report).summary
+        assert finding(report).where.rank is None
+        assert finding(report, DIED) is None
+        assert finding(read("".join(before) + f"node02: {line.format(-15)}\n")) is None
+
     @pytest.mark.quiet(FAILED)
     def test_a_process_that_it_stops_or_that_ends_well_is_none(self, read: Read):
         line = "[2026-11-01 07:12:45,112] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 41000\n"

@@ -206,6 +206,40 @@ class TestPastAttempts:
         assert report.first_divergence is not None
 
 
+class TestLocalRanks:
+    """torchrun's ``[default1]:`` counts the processes of one machine."""
+
+    LOCAL = RAISED.replace("[rank1]", "[default1]")
+
+    @staticmethod
+    def steps_of(before: str) -> str:
+        return "".join(f"{before}{line}\n" for line in steps(1, 9).splitlines())
+
+    @pytest.mark.fires(DIED)
+    def test_it_is_a_rank_where_no_rank_beyond_those_of_one_machine_is_known(self, read: Read):
+        waits = "".join(f"[default{rank}]:{line}\n" for rank in (0, 2) for line in watchdog(rank, 37).splitlines())
+        report = read(log=self.steps_of("[default0]:") + self.LOCAL + waits)
+        assert report.first_divergence is not None
+        assert (report.first_divergence.rule, report.first_divergence.where.rank) == (DIED, 1)
+
+    @pytest.mark.quiet(DIED)
+    @pytest.mark.parametrize("before", ["", "node02: "])
+    def test_it_is_none_of_the_job_where_there_may_be_several_machines(self, read: Read, before: str):
+        waits = "".join(watchdog(rank, 37) for rank in (0, 1, 2, 3, 4, 6, 7)).splitlines()
+        text = self.steps_of("[default0]:") + self.LOCAL + "".join(f"{line}\n" for line in waits)
+        report = read(log="".join(f"{before}{line}\n" for line in text.splitlines()))
+        assert finding(report, DIED) is None
+        assert "ValueError: bad row" in finding(report, FAILED).summary
+        assert finding(report, FAILED).where.rank is None
+
+    @pytest.mark.quiet(DIED)
+    def test_a_rank_that_is_in_the_call_with_the_others_is_not_what_they_wait_for(self, read: Read):
+        waits = "".join(watchdog(rank, 37) for rank in (0, 1, 2))
+        assert finding(read(log=steps(1, 9) + RAISED + waits), DIED) is None
+        other = "".join(watchdog(rank, 37) for rank in (0, 2)) + watchdog(1, 36)
+        assert finding(read(log=steps(1, 9) + RAISED + other), DIED).where.rank == 1
+
+
 class TestDumpsAndLogs:
     @pytest.mark.fires(MISSING)
     @pytest.mark.parametrize(
@@ -252,6 +286,15 @@ class TestUnknownRanks:
         log = steps(1, 9) + "<worker-1> skipped sample: 12 < 32\n" + "".join(watchdog(rank, 37) for rank in (0, 2, 3))
         found = finding(read(log=log), UNEVEN)
         assert (found.confidence, found.where.rank) == ("undetermined", None)
+
+    @pytest.mark.parametrize(
+        ("words", "rank"),
+        [("rank 1: ", 1), ("on global rank 1: ", 1), ("dp rank 1: ", None), ("data-parallel rank 1: ", None)],
+    )
+    def test_the_rank_within_a_group_is_none_of_the_job(self, read: Read, words: str, rank: int | None):
+        waits = "".join(watchdog(each, 37) for each in (0, 2, 3))
+        found = finding(read(log=steps(1, 9) + f"{words}skipped sample: 12 < 32\n" + waits), UNEVEN)
+        assert found.where.rank == rank
 
     @pytest.mark.quiet(UNEVEN)
     def test_nor_does_one_where_nobody_waits(self, read: Read):

@@ -124,9 +124,9 @@ class Collectives:
         return self._stack is not None
 
     @property
-    def several(self) -> bool:
-        """Whether more than one rank spoke of a collective."""
-        return len({rank for _, rank, _ in (*self._open, *self._said)}) > 1
+    def ranks(self) -> set[int]:
+        """The ranks that spoke of a collective."""
+        return {rank for _, rank, _ in (*self._open, *self._said)}
 
     def timed_out(self, rank: int) -> bool:
         """Whether the watchdog of a rank gave up on a collective, in the last attempt."""

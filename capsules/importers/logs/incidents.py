@@ -132,7 +132,8 @@ class Lines:
             in_summary, rank = launched is not None, self._log.rank if launched is None else launched
             indent = len(line) - len(line.lstrip()) if in_summary else at
             trace = self._traces[self._log.rank] = Trace(indent, rank, self._log.step, self._errors)
-            trace.summary, trace.anonymous = in_summary, self._log.anonymous and not in_summary
+            trace.summary, trace.anonymous = in_summary, self._unsure and not in_summary
+            trace.local = self._log.local
             trace.ignored = self._log.rank in self._ignored
             self._errors += 1
             self._ignored.discard(self._log.rank)
@@ -150,7 +151,7 @@ class Lines:
         if speaker is None and any(sign in line for sign in _SIGNS):
             named = _NCCL_RANK.search(line)
             speaker = int(named[1] or named[2]) if named and not self._log.told else self._log.rank
-            unclaimed = self._log.anonymous and named is None
+            unclaimed = self._unsure and named is None
         if speaker is None:
             return False
         if "CANCELLED" in line:
@@ -164,6 +165,11 @@ class Lines:
         self._speakers.add(speaker)
         self._log.attempts.event("log", speaker, **event)
         return True
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether it can only be known at the end which rank prints the line that is read now."""
+        return self._log.anonymous or self._log.local is not None
 
     def close(self) -> None:
         """The log ends here: an error that waited for more lines is complete."""
@@ -199,7 +205,7 @@ class Lines:
             return False
         event: dict[str, Any] = {"step": self._log.step, "type": kind or "gloo::EnforceNotMet", "order": self._errors}
         event["message"], self._errors = text[:LONGEST], self._errors + 1
-        if self._log.anonymous:
+        if self._unsure:
             self._claim({"kind": "exception", **event})
         else:
             self._failed(self._log.rank, None, event)
@@ -212,9 +218,10 @@ class Lines:
         if (event := self._words.begins(line)) is None:
             return False
         named = _NCCL_RANK.search(line) if not self._log.told else None
-        rank = int(named[1] or named[2]) if named else None if self._log.anonymous else self._log.rank
+        rank = int(named[1] or named[2]) if named else None if self._unsure else self._log.rank
         self._log.attempts.stopped(rank)
         event |= {"kind": "exception", "attempt": self._log.attempts.number, "order": self._errors}
+        event["local"] = self._log.local if rank is None else None
         self._errors += 1
         if len(self._torn) < _MOST_UNCLAIMED and self._new(
             -1 if rank is None else rank, event["type"], event["message"]
@@ -226,7 +233,7 @@ class Lines:
         """Write an exception, and what it says of the sizes of two calls that met."""
         if told is None:
             self._speakers.add(rank)
-        fields = {name: value for name, value in event.items() if name != "kind"}
+        fields = {name: value for name, value in event.items() if name not in ("kind", "local")}
         self._log.attempts.event("exception", rank, told=told, **fields)
         if (met := sizes(str(event.get("message")))) is not None:
             said: dict[str, Any] = {"step": event.get("step"), "told": told, **met}
@@ -237,15 +244,18 @@ class Lines:
         if len(self._unclaimed) >= _MOST_UNCLAIMED:
             self._log.run.note("more errors without the rank that printed them than are kept")
             return
-        self._unclaimed.append({"attempt": self._log.attempts.number, **event})
+        self._unclaimed.append({"attempt": self._log.attempts.number, "local": self._log.local, **event})
 
     def _settle(self) -> None:
         """Give what nothing says the rank of to the one rank that it can be of, or say that it is not told."""
-        several = len(self._speakers | set(self._launcher.ranks)) > 1 or self._collectives.several
-        several = several or self._log.run.several
+        known = {*self._speakers, *self._launcher.ranks, *self._collectives.ranks}
+        several = len(known) > 1 or self._log.run.several
+        # A number that counts the processes of a machine is a rank where no rank is known that these are not.
+        one_machine = not self._log.machines and known <= self._log.locals
         failed, aborted = self._launcher.failed, self._launcher.aborted
         for event in self._unclaimed:
-            rank, home = self._launcher.rank_of(event.get("pid")), self._log.home
+            rank, home, local = self._launcher.rank_of(event.get("pid")), self._log.home, event.pop("local", None)
+            rank = local if rank is None and one_machine else rank
             killed = event.get("type") == "OOM killer"
             launcher = str(event.get("type") or "").rpartition(".")[2] in _LAUNCHERS
             torn = str(event.get("type")).startswith(("Fatal Python", "NCCL error"))
@@ -255,7 +265,8 @@ class Lines:
                 rank = aborted[0]
             if str(event.get("type")).startswith("Fatal Python") and rank is None and len(self._launcher.faulted) == 1:
                 rank = self._launcher.faulted[0]
-            told = False if (several or killed) and rank is None and not launcher else None
+            unknown = several or killed or local is not None
+            told = False if unknown and rank is None and not launcher else None
             if event["kind"] == "oom" and not killed and told is None:
                 self._launcher.ran_out(home if rank is None else rank)
             if event["kind"] == "exception":
@@ -316,7 +327,7 @@ class Lines:
             event: dict[str, Any] = {"step": trace.step, "frames": frames or None, "order": trace.order, **trace.error}
             event["alive"] = trace.alive
             if trace.anonymous:
-                self._claim({"kind": "exception", **event})
+                self._claim({"kind": "exception", "local": trace.local, **event})
             else:
                 self._failed(trace.rank, None, event)
 
@@ -331,12 +342,12 @@ class Lines:
                 told = {"attempt": self._log.attempts.number, "step": self._log.step, "t": self._log.time(line)}
                 self._killed.append({**entry, **told})
         elif self._new(rank, "oom", entry["message"]):
-            self._log.attempts.stopped(None if self._log.anonymous else rank)
+            self._log.attempts.stopped(None if self._unsure else rank)
             step = self._log.step if trace is None else trace.step
             event: dict[str, Any] = {"step": step, "t": self._log.time(line), "frames": frames or None, **entry}
             event["order"], self._errors = (self._errors if trace is None else trace.order), self._errors + 1
-            if self._log.anonymous if trace is None else trace.anonymous:
-                self._claim({"kind": "oom", **event})
+            if self._unsure if trace is None else trace.anonymous:
+                self._claim({"kind": "oom", "local": self._log.local if trace is None else trace.local, **event})
                 return True
             if entry.get("type") != "OOM killer":
                 self._launcher.ran_out(rank)

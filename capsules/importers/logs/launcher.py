@@ -135,9 +135,8 @@ class Launcher:
         signal, time = _SIGNALS.get(-code), self._log.time(line)
         if told is None:
             self._exits.setdefault(rank, {"code": code, "signal": signal, "time": time})
-        message = (
-            f"exit code {code}" + (f" ({signal})" if signal else "") + ("" if told is None else f", local rank {rank}")
-        )
+        message = f"exit code {code}" + (f" ({signal})" if signal else "")
+        message += "" if told is None else f", local rank {rank} on {self._log.machine}"
         said: dict[str, Any] = {"level": "error", "logger": "launcher", "message": message, "t": time, "told": told}
         self._log.incident("log", rank=rank if told is None else self._log.home, **said)
         return True

@@ -42,6 +42,8 @@ _MOST_ACTORS = 10_000
 _SHORT_TIME = re.compile(r"(?:^|[\[\s:])[DIWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
 #: What names a rank of the whole job; other prefixes may count the processes of one machine.
 _GLOBAL = ("[rank", "(rank", "<rank")
+#: What torchrun puts before the lines of its own processes, by their number on one machine.
+_LOCAL = ("[default", "[trainer")
 _TWO_DAYS = 2 * 86_400
 _BYTES = {"B": 1, "BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -87,7 +89,10 @@ class Log:
         step: the last training step that any line spoke of.
         numbered: whether ``12: `` before a line is its number, as grep -n writes it, and no rank.
         machines: whether each line begins with the name of the machine that it comes from.
+        machine: the one that the last line came from that names one.
         leader: the program whose lines report training steps; empty before the first.
+        local: the process of one machine that prints, where the prefix counts these and not the ranks of the job.
+        locals: the processes that such prefixes name.
         told: whether the line, or the file's name, says surely which rank of the job prints.
         anonymous: whether nothing at all says who prints: in the log of several ranks it may be any.
         attempts: of the job, with the events of how they ended.
@@ -101,7 +106,10 @@ class Log:
         self.step: int | None = None
         self.leader = ""
         self.numbered = self.machines = False
+        self.machine = ""
         self.told = self.named = self.anonymous = False
+        self.local: int | None = None
+        self.locals: set[int] = set()
         self.attempts = Attempts(run)
         self.modified = 0.0
         self._day, self._midnight = ("", "", ""), 0
@@ -165,18 +173,21 @@ class Log:
 
     def owner(self, line: str) -> str:
         """Take the prefix off that says which rank printed the line, and remember the rank."""
-        self.rank, self.told, self._stamp = self.home, self.named, ""
+        self.rank, self.told, self.local, self._stamp = self.home, self.named, None, ""
         said = self.named
         if line[:1] in "2[(" and (wrapped := _WRAPPED.match(line)) is not None:
             line, self._stamp = line[wrapped.end() :], wrapped[1] or ""
             if wrapped[2]:
                 said = self._acted(wrapped[2], line) or said
         if self.machines and (machine := _MACHINE.match(line)) is not None:
-            line, self._stamp = line[machine.end() :], machine[2] or self._stamp
+            line, self._stamp, self.machine = line[machine.end() :], machine[2] or self._stamp, machine[1] or machine[3]
         while (found := _WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
                 self.rank = int(next(filter(None, found.groups())))
                 self.told, said = line.startswith(_GLOBAL) or bool(found[5]), True
+                self.local = self.rank if line.startswith(_LOCAL) else None
+                if self.local is not None:
+                    self.locals.add(self.local)
             line = line[found.end() :]
         self.anonymous = not said
         return line

@@ -30,7 +30,10 @@ _COUNTER = re.compile(r"(?<=s)\s*[:=]\s*\d+\s*(?:[,|]|$)")
 _IGNORED = re.compile(r"This instance will be ignored in loss calculation")
 _REASON = re.compile(r"(?:[:;—–-]|\(|\bbecause\b|\bdue to\b|\bsince\b|\bas\b)\s*(.{3,200})")
 #: Who left it out, where the line says so further in. The rank within a group, or of a node, is none of the job's.
-_BY_RANK = re.compile(r"(?<![a-z_-])(?:global[ _])?rank[ _=:#-]{0,2}(\d{1,6})\b", re.IGNORECASE)
+_BY_RANK = re.compile(
+    r"(?:^|[^\w\s-]\s{0,3}|\b(?:on|by|from|of|for|at|global|info|warning|debug)[ _])rank[ _=:#-]{0,2}(\d{1,6})\b",
+    re.IGNORECASE,
+)
 #: Events of one rank that are kept.
 _MOST = 1000
 

@@ -28,6 +28,7 @@ class Trace:
         summary: whether a launcher repeats it.
         anonymous: whether nothing says which rank prints it.
         ignored: whether Python says before it that it goes on without.
+        local: which process of its machine prints it, where the line counts these.
         alive: what tells later whether its rank lived on.
         error: type and message, as soon as they are known.
         text: the message with its first lines.
@@ -38,6 +39,7 @@ class Trace:
     def __init__(self, indent: int, rank: int, step: int | None, order: int) -> None:
         self.indent, self.rank, self.step, self.order, self.lines = indent, rank, step, order, 0
         self.summary = self.anonymous = self.ignored = False
+        self.local: int | None = None
         self.alive: int | None = None
         self.error: dict[str, Any] | None = None
         self.text = ""
