@@ -132,21 +132,49 @@ def recognise(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def evidence_in(directory: str) -> dict[str, Any]:
-    """The raw evidence that lies directly in a directory: ``files``; ``unknown`` names; ``below``, where there is none.
+    """The raw evidence that lies directly in a directory, or below it in a launcher's directories of processes.
+
+    Returns:
+        ``files``, as ``recognise`` has them; names that are ``unknown``; how many were ``left_out``; the directory
+        ``below`` that has evidence where there is none; ``remarks``, a line each.
 
     Raises:
         EvidenceError: the directory cannot be listed.
     """
+    from ..capsules.importers.launched import files_below
+
     files, places = _listed(directory)
-    rows = recognise([f"{directory}/{name}" if directory != "/" else f"/{name}" for name in files[:MOST_FILES]])
+    above = directory.rstrip("/")
+    rows = recognise([f"{above}/{name}" for name in files[:MOST_FILES]])
+    launched = recognise([f"{above}/{name}" for name in files_below(directory, places)])
+    rows += [row for row in launched if row["format"] or row["size"]]
     known = [row for row in rows if row["format"]]
     below = "" if known else next((each for each in places[:_MOST_NEIGHBOURS] if _holds(f"{directory}/{each}")), "")
     return {
         "files": known,
-        "unknown": [Path(row["path"]).name for row in rows if not row["format"]],
+        "unknown": [os.path.relpath(row["path"], directory) for row in rows if not row["format"]],
         "left_out": max(0, len(files) - MOST_FILES),
         "below": below,
+        "remarks": _without_a_word(launched),
     }
+
+
+def _without_a_word(launched: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each run whose last attempt has left nothing that is known, while one before it has."""
+    from ..capsules.importers.launched import place_of
+
+    last: dict[str, int] = {}
+    told: dict[str, int] = {}
+    for row in launched:
+        if (place := place_of(row["path"])) is not None:
+            last[place.run] = max(last.get(place.run, 0), place.attempt)
+            if row["format"]:
+                told[place.run] = max(told.get(place.run, 0), place.attempt)
+    return [
+        f"{run}: attempt {last[run]} has left nothing that is known; attempt {attempt} is looked at"
+        for run, attempt in told.items()
+        if attempt < last[run]
+    ]
 
 
 def group(paths: Sequence[str], separate: bool = False) -> dict[str, Any]:
@@ -240,6 +268,7 @@ def _listed(directory: str) -> tuple[list[str], list[str]]:
 def _holds(directory: str) -> bool:
     """Whether there is evidence in a directory, capsules or files; a few of its files are looked at."""
     from ..capsules.errors import EvidenceError
+    from ..capsules.importers.launched import files_below
 
     try:
         files, places = _listed(directory)
@@ -247,4 +276,5 @@ def _holds(directory: str) -> bool:
         return False
     if any(os.path.isfile(f"{directory}/{each}/capsule.json") for each in places[:_MOST_NEIGHBOURS]):
         return True
-    return any(row["format"] for row in recognise([f"{directory}/{name}" for name in files[:_MOST_NEIGHBOURS]]))
+    files = [*files[:_MOST_NEIGHBOURS], *files_below(directory, places[:_MOST_NEIGHBOURS])[:_MOST_NEIGHBOURS]]
+    return any(row["format"] for row in recognise([f"{directory}/{name}" for name in files]))

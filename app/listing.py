@@ -113,8 +113,12 @@ class Lister:
         if len(names) > MAX_ENTRIES:
             self._problem = f"{len(names):,} capsules; the {MAX_ENTRIES:,} first by name are shown"
             names = sorted(names)[:MAX_ENTRIES]
-        self._problem = self._raw.named(files) or self._problem
         changed = {name: _written(f"{self.directory}/{name}/capsule.json") for name in names}
+        if others := [name for name, written in changed.items() if not written]:
+            from ..capsules.importers.launched import files_below
+
+            files += files_below(self.directory, others)
+        self._problem = self._raw.named(files) or self._problem
         self._names = dict(sorted(changed.items(), key=lambda each: each[1], reverse=True))
 
     def _look(self, name: str) -> _Seen | None:

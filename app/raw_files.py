@@ -52,7 +52,7 @@ class _File:
 
 
 class RawFiles:
-    """Follows the files that lie directly in one directory."""
+    """Follows the files that lie directly in one directory, or below it where a launcher put those of processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,7 +64,7 @@ class RawFiles:
         self._jobs: list[list[str]] | None = None
 
     def named(self, names: Iterable[str]) -> str:
-        """Take the names that are there now; returned is what to say where not all of them are looked at."""
+        """Take the names, or relative paths, that are there now; returned is what to say where some are left out."""
         names = sorted(names)
         self._names = names[:MOST_FILES]
         for gone in self._files.keys() - set(self._names):
@@ -138,13 +138,16 @@ class RawFiles:
             return None
         return _Stamp(state.st_mtime, state.st_size, state.st_ino, state.st_mode)
 
+    def _named(self, path: Path) -> str:
+        return str(path.relative_to(self.directory))
+
     def _path(self, name: str) -> str:
         return str(self.directory / name)
 
     def _rows(self) -> list[Entry]:
         known = [file.part for file in self._files.values() if file.part is not None]
         if self.unread:  # a file yet to come may tell two runs from one: until then each stands alone, unjudged
-            rows = [self._row([each.path.name], status="") for each in known]
+            rows = [self._row([self._named(each.path)], status="") for each in known]
         else:
             rows = [self._row(names) for names in self._grouped(known)]
         for name, file in self._files.items():
@@ -157,14 +160,16 @@ class RawFiles:
         if self._jobs is None:
             from ..capsules.importers.jobs import grouped
 
-            self._jobs = [[path.name for path in job.files] for job in grouped(known)]
+            self._jobs = [[self._named(path) for path in job.files] for job in grouped(known)]
         return self._jobs
 
     def _row(self, names: list[str], status: str = RAW) -> Entry:
+        from ..capsules.importers.launched import name_of
+
         files = [self._files[name] for name in names]
         kinds = dict.fromkeys(file.part.format for file in files if file.part is not None)
         several = len(names) > 1
-        title = f"{Path(os.path.abspath(self.directory)).name} ({len(names)} files)" if several else names[0]
+        title = f"{name_of([Path(self._path(name)) for name in names])} ({len(names)} files)" if several else names[0]
         return Entry(
             path=self._path(names[0]),
             name=names[0],

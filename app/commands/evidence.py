@@ -89,7 +89,7 @@ def one_job(worker: Worker, given: str) -> Evidence:
     if len(found) == 1:
         return found[0]
     names = ", ".join(map(_called, found[:_NAMED])) + (", …" if len(found) > _NAMED else "")
-    several = any(len(each.files) > 1 for each in found)  # no path names those of one job alone
+    several = any(len(each.files) > 1 and not _named(each) for each in found)  # no path names one of those alone
     advice = f"; make a capsule of a job of several files: {import_command(given)}" if several else ""
     raise CommandError(f"{given}: holds {len(found)} jobs; name one of them ({names}){advice}")
 
@@ -113,8 +113,15 @@ def import_command(given: str | Path) -> str:
 def _called(evidence: Evidence) -> str:
     if not evidence.files:
         return str(evidence.path)
+    if _named(evidence):
+        return str(evidence.path)
     more = len(evidence.files) - 1
     return evidence.files[0] + (f" and {more:,} more file{'' if more == 1 else 's'}" if more else "")
+
+
+def _named(evidence: Evidence) -> bool:
+    """Whether the path names the files alone, since they lie in directories of their own below it."""
+    return len({Path(file).parent for file in evidence.files}) > 1
 
 
 def _in_directory(worker: Worker, directory: Path, raw: list[str], *, lonely: bool) -> Iterator[Evidence]:
@@ -125,6 +132,7 @@ def _in_directory(worker: Worker, directory: Path, raw: list[str], *, lonely: bo
         yield Evidence(directory, problem=str(error))
         return
     raw += [row["path"] for row in found["files"]]
+    yield from (Evidence(directory, remark=remark) for remark in found["remarks"])
     if lonely and not found["files"]:
         place = f"there is some in {directory / found['below']}" if found["below"] else _WHAT_TO_GIVE
         what = (
@@ -147,7 +155,8 @@ def _jobs(worker: Worker, raw: list[str], separate: bool) -> Iterator[Evidence]:
         yield Evidence(Path(raw[0]), problem=problem)
     for files in found["jobs"]:
         first = Path(files[0])
-        yield Evidence(first if len(files) == 1 else first.parent, tuple(files))
+        around = first.parent if len(files) == 1 else Path(os.path.commonpath([Path(file).parent for file in files]))
+        yield Evidence(first if len(files) == 1 else around, tuple(files))
 
 
 def _said(error: OSError | ValueError) -> str:

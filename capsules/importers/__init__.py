@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 
 from ..errors import EvidenceError
 from ..writer import CapsuleWriter
+from .launched import Origin, name_of, origins, place_of
 from .run import Run
 from .source import Source
 
@@ -37,6 +38,7 @@ MODULES = (
     "json_lines",
     "csv_metrics",
     "text_log",
+    "error_file",  # after the logs, which tell more of the same error
 )
 
 
@@ -106,7 +108,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
     if not found:
         raise EvidenceError("no file was given to import")
     found.sort(key=lambda each: _turn(each[1]))  # stable: files of one format stay in order
-    path = _free(Path(target), _name([source.path for source, _ in found]))
+    path = _free(Path(target), name_of([source.path for source, _ in found]))
     manifest: dict[str, Any] = {
         "id": _identity([source for source, _ in found]),
         "title": _title([source.path for source, _ in found]),
@@ -117,8 +119,10 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
     with CapsuleWriter(path, manifest=manifest) as writer:
         run = Run(writer)
         listed: list[dict[str, Any]] = []
+        whose = origins([source.path for source, _ in found])
         for source, importer in found:
-            run.begin(importer.FORMAT, source.path.name, rank_of(source.path, importer))
+            origin = whose.get(source.path) or Origin(rank_of(source.path, importer), told=False, past=False)
+            run.begin(importer.FORMAT, source.path.name, origin.rank, told=origin.told, past=origin.past)
             problem = _read(importer, source, run)
             problems += [problem] if problem else []
             notes = [
@@ -131,7 +135,7 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
                     "bytes": source.size,
                     "modified": source.modified,
                     "format": run.format or importer.FORMAT,
-                    "notes": [*notes, *([problem] if problem else [])],
+                    "notes": [*notes, *filter(None, (problem, origin.note))],
                 }
             )
         if attach:
@@ -188,7 +192,9 @@ def rank_in_name(path: Path) -> int:
 
 
 def rank_of(path: Path, importer: Importer) -> int:
-    """The rank that wrote a file, by its name: as the format names its files, where it has a way of its own."""
+    """The rank that wrote a file, by its place or name: as the format names its files, where it has its own way."""
+    if (place := place_of(path)) is not None:
+        return place.rank
     own: Callable[[Path], int | None] | None = getattr(importer, "rank_in_name", None)
     found = rank_in_name(path) if own is None else own(path)
     return found or 0
@@ -254,13 +260,8 @@ def _says(stated: Any) -> bool:
     return any(map(_says, cast("dict[str, Any]", stated).values())) if isinstance(stated, dict) else stated is not None
 
 
-def _name(paths: Sequence[Path]) -> str:
-    """The file's name, or the directory's where there are several."""
-    return paths[0].name if len(paths) == 1 else Path(os.path.abspath(paths[0])).parent.name
-
-
 def _title(paths: Sequence[Path]) -> str:
-    return _name(paths) if len(paths) == 1 else f"{_name(paths)} ({len(paths)} files)"
+    return name_of(paths) if len(paths) == 1 else f"{name_of(paths)} ({len(paths)} files)"
 
 
 def _free(directory: Path, name: str) -> Path:

@@ -2,7 +2,8 @@
 
 Files of different formats beside one another (a trainer state, its event files, the log) are one job. Of one format,
 a file continues another where its steps begin well after the other's; two that begin alike are two runs, and then
-every file of the directory stands alone, unless their names say that they are ranks of one.
+every file of the directory stands alone, unless their names say that they are ranks of one. Of processes that a
+launcher gave directories of their own (``launched``) the files of one run are one job.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from ..errors import EvidenceError
 from . import Importer, known, rank_of
+from .launched import place_of
 from .run import Run
 from .source import Source
 
@@ -81,22 +83,30 @@ def part(path: Path, *, spanned: bool = True) -> Part:
     if spanned and tells is not None:
         named, first, last, run = tells(source)
         rank = rank if named is None else named
-    elif spanned:
+    elif spanned and place_of(path) is None:
         first, last = _span(source, importer)
     return Part(path, importer.FORMAT, rank, first, last, run)
 
 
 def grouped(parts: Sequence[Part]) -> list[Job]:
     """The jobs that files belong to, by directories in the order in which they first come up."""
-    places: dict[str, list[Part]] = {}
+    places: dict[tuple[str, bool], list[Part]] = {}
     for each in parts:
-        places.setdefault(os.path.abspath(each.path.parent), []).append(each)
+        launched = place_of(each.path)
+        place = os.path.abspath(each.path.parent) if launched is None else launched.run
+        places.setdefault((place, launched is not None), []).append(each)
     found: list[Job] = []
-    for those in places.values():
-        ordered = _one_job(those)
+    for (_, launched), those in places.items():
+        ordered = _launched(those) if launched else _one_job(those)
         groups = _apart(those) if ordered is None else [ordered]
         found += [Job(tuple(each.path for each in group)) for group in groups]
     return found
+
+
+def _launched(parts: list[Part]) -> list[Part]:
+    """Files of the processes of one run: attempt by attempt, and in each rank by rank."""
+    turns = ((place.turn, at) for at, each in enumerate(parts) if (place := place_of(each.path)) is not None)
+    return [parts[at] for _, at in sorted(turns)]
 
 
 def _apart(parts: list[Part]) -> list[list[Part]]:

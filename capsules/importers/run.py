@@ -50,12 +50,18 @@ class Run:
         records: records written so far.
         format: what a person would call the file that is read, more exactly than the importer's name; may be empty.
         several: whether more than one rank has evidence so far.
+        told: whether where the file lies says surely which rank of the job wrote it.
+        past: whether it is of an attempt that another one followed; its events of how the job ended say so.
+        raised: the ranks of which an exception of the last attempt is on record.
     """
 
     several: bool = False
+    told: bool = False
+    past: bool = False
 
     def __init__(self, writer: CapsuleWriter) -> None:
         self.rank = 0
+        self.raised: set[int] = set()
         self.points = 0
         self.records = 0
         self.format = ""
@@ -74,13 +80,15 @@ class Run:
         self._last: dict[int, int] = {}
         self._marks = 0
 
-    def begin(self, part: str, side: str, rank: int = 0) -> None:
+    def begin(self, part: str, side: str, rank: int = 0, *, told: bool = False, past: bool = False) -> None:
         """Start with another file.
 
         Args:
             part: what the series of files that continue one another have in common: the format's name.
             side: what tells this file's series from those of other formats: its name.
             rank: the rank that wrote the file.
+            told: whether that is surely its rank in the job.
+            past: whether another attempt followed the one that the file is of.
         """
         self.flush()
         self._asked.clear()
@@ -88,6 +96,7 @@ class Run:
         self._part, self._side = part, side
         self.format = ""
         self.rank = self._kept_rank(rank)
+        self.told, self.past = told, past
 
     # -- evidence
 
@@ -153,6 +162,10 @@ class Run:
         if seen > MOST_EVENTS:
             self.note(f"more than {MOST_EVENTS:,} events of kind {kind}; the first are kept")
             return
+        if self.past and "past" in fields:  # of those that can be past, all are
+            fields["past"] = True
+        elif kind == "exception":
+            self.raised.add(self.rank if rank is None else rank)
         self.record("events", {"kind": kind, "step": step, **fields}, rank)
 
     def record(self, stream: str, record: Mapping[str, Any], rank: int | None = None) -> None:

@@ -59,7 +59,7 @@ def sniff(source: Source) -> bool:
 def read(source: Source, out: Run) -> None:
     """Every known line, in file order."""
     log = Log(out)
-    log.modified, log.named = source.modified, bool(_RANKED.search(source.path.name))
+    log.modified, log.named = source.modified, out.told or bool(_RANKED.search(source.path.name))
     head = _ANSI.sub(b"", source.head).decode("utf-8", "replace")
     log.numbered, log.machines = line_numbers(head), machine_names(head)
     known = programs()

@@ -42,6 +42,15 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
+def launched(run: Path, attempt: int = 0, text: str = LOG) -> None:
+    """Logs of two processes of one attempt, as torchrun lays them."""
+    for rank in range(2):
+        place = run / f"attempt_{attempt}" / str(rank)
+        place.mkdir(parents=True)
+        (place / "stdout.log").write_text(text)
+        (place / "stderr.log").touch()
+
+
 def dump(calls: int) -> dict[str, Any]:
     """A flight-recorder dump of one of two ranks, after so many calls."""
     entries = [
@@ -104,6 +113,49 @@ class TestAnalyze:
             file.truncate(1 << 40)
         found = worker.call("group", {"paths": [str(tmp_path / "huge")]}, timeout=30)
         assert "no known format" in found["problems"][0]
+
+    def test_directories_of_processes_are_one_report_a_run(self, cli: Run, tmp_path: Path):
+        for name in ("one", "two"):
+            launched(tmp_path / "logs" / name)
+        (tmp_path / "logs" / "two" / "attempt_0" / "0" / "stderr.log").write_text("hello\n")
+        done = cli("analyze", "logs", "--json")
+        reports = json.loads(done.stdout)["reports"]
+        assert {each["capsule"]["path"] for each in reports} == {"logs/one/attempt_0", "logs/two/attempt_0"}
+        assert {each["capsule"]["title"] for each in reports} == {"one (2 files)", "two (2 files)"}
+        assert done.stderr.count("\n") == 1
+        assert "1 file of no known format left out (two/attempt_0/0/stderr.log)" in done.stderr
+        for given in ("logs/one", "logs/one/attempt_0"):
+            assert len(json.loads(cli("analyze", given, "--json").stdout)["reports"]) == 1
+
+    def test_two_runs_are_named_by_their_directories(self, cli: Run, tmp_path: Path):
+        for name in ("one", "two"):
+            launched(tmp_path / "logs" / name)
+        done = cli("show", "logs")
+        assert done.returncode == 2
+        assert "holds 2 jobs; name one of them (" in done.stderr
+        assert "logs/two/attempt_0" in done.stderr
+        assert "import" not in done.stderr
+        shown = json.loads(cli("show", "logs/two", "--json").stdout)
+        assert [Path(each["path"]).parts[-2] for each in shown["manifest"]["imported"]["files"]] == ["0", "1"]
+
+    def test_a_last_attempt_without_a_word_is_said(self, cli: Run, tmp_path: Path):
+        launched(tmp_path / "logs" / "one")
+        launched(tmp_path / "logs" / "one", attempt=1, text="")
+        done = cli("analyze", "logs", "--json")
+        assert done.stderr.count("\n") == 1
+        assert "attempt 1 has left nothing that is known; attempt 0 is looked at" in done.stderr
+
+    def test_names_of_control_characters_are_shown_escaped(self, cli: Run, tmp_path: Path):
+        launched(tmp_path / "logs" / "a\x1b[2Jb")
+        for command in ("analyze", "show"):
+            done = cli(command, "logs")
+            assert done.returncode == 0, done.stderr
+            assert "\x1b[2J" not in done.stdout + done.stderr
+
+    def test_a_directory_points_to_processes_further_below(self, worker: Worker, tmp_path: Path):
+        launched(tmp_path / "all" / "one")
+        (source,) = sources(worker, [str(tmp_path)])
+        assert source.problem.endswith(f"there is some in {tmp_path / 'all'}")
 
     def test_a_directory_points_to_where_the_evidence_is(self, worker: Worker, log: Path):
         (source,) = sources(worker, [str(log.parent.parent)])

@@ -63,6 +63,21 @@ def test_files_of_one_job_are_one_row_and_two_runs_are_two(tmp_path: Path) -> No
     assert len(rows(tmp_path)) == 17
 
 
+def test_directories_of_processes_are_a_row_a_run(tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        for rank in range(2):
+            place = tmp_path / run / "attempt_0" / str(rank)
+            place.mkdir(parents=True)
+            log(place / "stdout.log")
+            (place / "stderr.log").touch()
+    (tmp_path / "exp1").mkdir()
+    log(tmp_path / "exp1" / "train.log")
+    found = {each.title: each for each in rows(tmp_path)}
+    assert sorted(found) == ["one (2 files)", "two (2 files)"]
+    files = tuple(str(tmp_path / "two" / "attempt_0" / str(rank) / "stdout.log") for rank in range(2))
+    assert (found["two (2 files)"].files, found["two (2 files)"].path) == (files, files[0])
+
+
 def test_a_log_appears_grows_and_goes(lister: Lister, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lister.directory / "train.log"
     path.touch()

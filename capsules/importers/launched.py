@@ -1,0 +1,195 @@
+"""Directories that launchers leave, one a process: which run, attempt and rank wrote a file, by where it lies.
+
+torchrun and accelerate write ``LOG_DIR/RUN_ID_RANDOM/attempt_0/LOCAL_RANK/`` with ``stdout.log``, ``stderr.log`` and
+``error.json`` (``--log-dir`` with ``--redirects`` or ``--tee``); mpirun writes ``DIR/1/rank.0/`` with ``stdout`` and
+``stderr`` (``--output-filename``). Nothing else is taken for one job: numbered directories may be anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from ..errors import EvidenceError
+from .source import Source
+
+#: Directories that are looked into, files of them that are found, and entries of one that are seen.
+_MOST_PLACES = 5000
+MOST_FOUND = 5000
+_MOST_ENTRIES = 10_000
+#: Levels below a directory that is given: run, attempt, rank.
+_DEEPEST = 3
+#: Seconds within which the machines of one job begin; torchrun's rendezvous waits as long.
+_BEGIN_TOGETHER = 600.0
+
+_NAME = re.compile(r"(?:attempt_\d{1,6}|\d{1,6}|rank\.\d{1,6})$")
+_TORCHRUN = re.compile(r"(.*)/attempt_(\d{1,6})/(\d{1,6})/(stdout\.log|stderr\.log|error\.json)$", re.DOTALL)
+_MPIRUN = re.compile(r"(.*)/()rank\.(\d{1,6})/(stdout|stderr)$", re.DOTALL)
+#: What makes the name of torchrun's run of its id: eight signs that are drawn.
+_DRAWN = re.compile(r"(.+)_[a-z0-9_]{8}$", re.DOTALL)
+_SAYS_RANK = re.compile(rb"^\[rank(\d{1,6})\]:", re.MULTILINE)
+_UNTOLD = "no line tells the rank: it is the number of the directory, which counts the processes of one machine"
+_UNLIKE = "lines of this attempt name ranks that do not fit the numbers of their directories"
+#: What a process prints before it ends, and what is written at its end.
+_ORDER = ("stdout.log", "stdout", "stderr.log", "stderr", "error.json")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher put a file.
+
+    Attributes:
+        run: directory of the whole run, absolute.
+        attempt: of the launcher, from 0 on; it starts all processes again.
+        rank: the directory's number.
+        local: whether that counts the processes of one machine only.
+        name: of the file.
+    """
+
+    run: str
+    attempt: int
+    rank: int
+    local: bool
+    name: str
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """What sorts the files of a run: attempts as they follow one another, and ranks in them."""
+        return self.attempt, self.rank, _ORDER.index(self.name)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose a file is.
+
+    Attributes:
+        rank: of the job, as far as that is known.
+        told: whether it surely is.
+        past: whether another attempt followed.
+        note: what a reader should know of the rank; may be empty.
+    """
+
+    rank: int
+    told: bool
+    past: bool
+    note: str = ""
+
+
+def place_of(path: str | os.PathLike[str]) -> Place | None:
+    """The place of a file that lies as launchers put it; None for all others. Looks at the path only."""
+    full = os.path.abspath(path)
+    if (found := _TORCHRUN.match(full)) is None and (found := _MPIRUN.match(full)) is None:
+        return None
+    return Place(found[1] or "/", int(found[2] or 0), int(found[3]), bool(found[2]), found[4])
+
+
+def name_of(paths: Sequence[Path]) -> str:
+    """What the files of one job are called: the run, the file, or the directory where there are several."""
+    if (place := place_of(paths[0])) is not None:
+        return os.path.basename(place.run) or "/"
+    return paths[0].name if len(paths) == 1 else Path(os.path.abspath(paths[0])).parent.name
+
+
+def files_below(directory: str | os.PathLike[str], names: Iterable[str]) -> list[str]:
+    """The files of launched processes below some of a directory's own directories, as paths relative to it.
+
+    At most three levels down, no link is followed, and so many directories and files are looked at; of two runs the
+    newer one comes first. The path of each is sorted within its run.
+    """
+    found: list[str] = []
+    left = _MOST_PLACES
+    for name in sorted(names, key=lambda name: -_changed(f"{directory}/{name}")):
+        waiting = [name]
+        own: list[str] = []
+        while waiting and left > 0 and len(found) + len(own) < MOST_FOUND:
+            here = waiting.pop(0)
+            left -= 1
+            files, places = _entries(f"{directory}/{here}")
+            own += [each for each in (f"{here}/{file}" for file in files) if place_of(f"{directory}/{each}")]
+            if here.count("/") + 1 < _DEEPEST:
+                waiting += [f"{here}/{each}" for each in places]
+        found += sorted(own)
+    return found[:MOST_FOUND]
+
+
+def origins(paths: Sequence[Path]) -> dict[Path, Origin]:
+    """Whose the files of one job are; files that lie elsewhere are left out.
+
+    The number of torchrun's directory is a local rank. A line that begins with ``[rank12]:`` tells the rank of the job,
+    and so those of all processes of that attempt and machine, which are counted on. Where none does, one machine is
+    taken to be all; that is open where another directory of the same run id has begun at the same time.
+    """
+    places = {path: place for path in paths if (place := place_of(path)) is not None}
+    last: dict[str, int] = {}
+    offsets: dict[tuple[str, int], set[int]] = {}  # of one attempt: when a launcher starts again, machines may swap
+    for path, place in places.items():
+        last[place.run] = max(last.get(place.run, 0), place.attempt)
+        if place.local and (said := _said_rank(path)) is not None:
+            offsets.setdefault((place.run, place.attempt), set()).add(said - place.rank)
+    several = {run for (run, _), found in offsets.items() if found != {0}}
+    several |= set(filter(_has_twin, {place.run for place in places.values() if place.local}))
+    found: dict[Path, Origin] = {}
+    for path, place in places.items():
+        said = offsets.get((place.run, place.attempt), set()) if place.local else {0}
+        past = place.attempt < last[place.run]
+        if len(said) == 1 and (offset := min(said)) >= 0:
+            found[path] = Origin(place.rank + offset, True, past)
+        else:
+            found[path] = Origin(place.rank, not said and place.run not in several, past, _UNLIKE if said else _UNTOLD)
+    return found
+
+
+def _said_rank(path: Path) -> int | None:
+    """The one rank by which lines of a file begin; None where there is none, or there are several."""
+    try:
+        source = Source(path)
+        said = {int(each) for part in (source.head, source.tail) for each in _SAYS_RANK.findall(part)}
+    except (EvidenceError, OSError):
+        return None
+    return said.pop() if len(said) == 1 else None
+
+
+def _has_twin(run: str) -> bool:
+    """Whether a run of the same id lies beside it that began at the same time: it may be another machine's."""
+    above, name = os.path.split(run)
+    drawn = _DRAWN.match(name)
+    if drawn is None:
+        return False
+    began = _changed(f"{run}/attempt_0")
+    return any(
+        each != name
+        and (other := _DRAWN.match(each)) is not None
+        and other[1] == drawn[1]
+        and abs(_changed(f"{above}/{each}/attempt_0") - began) <= _BEGIN_TOGETHER
+        for each in _entries(above, anything=True)[1]
+    )
+
+
+def _entries(directory: str, *, anything: bool = False) -> tuple[list[str], list[str]]:
+    """Names of the files and of the directories in a directory that can be a launcher's; links are left out."""
+    files: list[str] = []
+    places: list[str] = []
+    try:
+        if os.path.islink(directory) and not anything:
+            return [], []
+        with os.scandir(directory) as entries:
+            for entry in islice(entries, _MOST_ENTRIES):
+                if entry.is_dir(follow_symlinks=False):
+                    if anything or _NAME.match(entry.name):
+                        places.append(entry.name)
+                elif entry.name in _ORDER and entry.is_file(follow_symlinks=False):
+                    files.append(entry.name)
+    except (OSError, ValueError):
+        return [], []
+    return files, sorted(places)
+
+
+def _changed(path: str) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except (OSError, ValueError):
+        return 0.0
