@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,24 @@ class Calls:
     past: tuple[Record, ...] = ()
     mismatches: tuple[Record, ...] = ()
     _sites: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+    def without(self, ranks: frozenset[int]) -> Calls:
+        """The calls as if these ranks had left nothing of this moment: they wait for nobody, and are silent.
+
+        What they called before stays in ``table``, as calls that ended, so that it can be compared.
+        """
+        gone = np.array(sorted(ranks), np.int64)
+        state = np.where(np.isin(self.table.rank, gone), COMPLETED, self.table.state)
+        return replace(
+            self,
+            table=replace(self.table, state=state),
+            direct=self.direct.take(~np.isin(self.direct.rank, gone)),
+            reached={key: each for key, each in self.reached.items() if key[1] not in ranks},
+            spoke=self.spoke - ranks,
+            dumped=self.dumped - ranks,
+            status_of=self.status_of - ranks,
+            written={rank: moment for rank, moment in self.written.items() if rank not in ranks},
+        )
 
     def record(self, number: int) -> Record:
         """What a row was made of, by the number in its column ``record``."""

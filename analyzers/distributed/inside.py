@@ -103,7 +103,8 @@ def _not_started(found: Diagnosis, wait: Wait) -> tuple[int, ...]:
 def _of_devices(capsule: Capsule, found: Diagnosis, wait: Wait, held: tuple[int, ...], reason: str) -> Finding:
     """Every host has made the call, and the devices of a few ranks have not come to it."""
     call, who = call_words(found.calls, wait.row), named_ranks(held)
-    started = [rank for rank in wait.waiting if rank not in held]
+    at = {rank: found.calls.at(wait.group, rank, wait.seq) for rank in wait.waiting}
+    started = [rank for rank, row in at.items() if row is not None and found.calls.table.state[row] == _STARTED]
     its, has, it = ("its device", "has", "it") if len(held) == 1 else ("their devices", "have", "them")
     return Finding(
         title=f"{who.capitalize()} queued {call}, and {its} {has} not started it",

@@ -48,7 +48,7 @@ def missing_rank(capsule: Capsule) -> Iterator[Finding]:
         side of a send that is not posted. Who is waited for and waits for nobody is missing; an empty list of calls on
         such a rank is the fault and not health. The first call that it lacks is named, collectives before sends; where
         call sites tell that it skipped one earlier among equal calls, that one. Undetermined where as many ranks lack
-        the call as made it (two ranks), and where only ranks without evidence are left.
+        the call as made it (two ranks), and where only ranks without evidence are left, or with older evidence alone.
         A watchdog of a single rank, where nothing tells of others, leaves it undetermined, too, and so do watchdogs of
         some ranks in one call where nothing states how many ranks there are. Time-outs after which training went on are
         a remark; words in a log that a dump of the same rank contradicts are of another life of the job and left out.
@@ -145,12 +145,13 @@ def _finding(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     undecided = "; the job may as well run, with a slow rank" if early else ""
     unseen = named_ranks(wait.silent) if wait.silent else ""
     they = "it" if len(wait.silent) == 1 else "they"
-    also += f"; of {unseen} there is no evidence: {they} may be missing, too" if unseen else ""
+    then = " of that moment" if found.state.outdated & set(wait.silent) else ""
+    also += f"; of {unseen} there is no evidence{then}: {they} may be missing, too" if unseen else ""
     undecided = (
         undecided if missing.decided else "; whether that call is missing there or one too many here is not decided"
     )
     return Finding(
-        title=f"{who.capitalize()} {verb} {call}" + (f"; {unseen} left no evidence" if unseen else ""),
+        title=f"{who.capitalize()} {verb} {call}" + (f"; {unseen} left no evidence{then}" if unseen else ""),
         summary=f"{who.capitalize()} {verb} {call}{site}, and {waiting}{also}{undecided}.",
         confidence=confidence,
         where=Where(step=last_step(capsule), rank=ranks[0] if confidence == "likely" else None, order=wait.seq),
@@ -179,13 +180,14 @@ def _silent(capsule: Capsule, found: Diagnosis, missing: Missing) -> Finding:
     who, site = named_ranks(wait.silent), at_site(found.calls, wait.row, direct=wait.direct)
     waiting = f"{named_ranks(wait.waiting).capitalize()} {'waits' if len(wait.waiting) == 1 else 'wait'}"
     more = "" if found.calls.groups[wait.group].whole else f", or a rank that left no trace at all: {UNTOLD}"
+    then = " of that moment" if found.state.outdated & set(wait.silent) else ""
     return Finding(
-        title=f"Every rank with evidence waits in {call}",
-        summary=f"{waiting} in {call}{site}; only {who} can be missing, of which there is no evidence{more}.",
+        title=f"Every rank with evidence{then} waits in {call}",
+        summary=f"{waiting} in {call}{site}; only {who} can be missing, of which there is no evidence{then}{more}.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), order=wait.seq),
         evidence=(
-            Evidence(name="silent_ranks", value=list(wait.silent), expected=[], note="no evidence"),
+            Evidence(name="silent_ranks", value=list(wait.silent), expected=[], note=f"no evidence{then}"),
             Evidence(name="waiting_ranks", value=list(wait.waiting), note=f"in {brief(call)}"),
         ),
         next=(f"find the dump, the log and the exit status of {who}: a process that was killed leaves no dump",),
@@ -208,9 +210,10 @@ def _incomplete(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
     # A rank that left no dump may wait itself: all of them are needed, and not those alone that are waited for.
     absent = sorted(set(range(calls.world)).union(silent) - calls.spoke)
     call, who = _words(found, wait, wait.row), named_ranks(absent)
+    then = " of that moment" if found.state.outdated & set(silent) else ""
     have = "1 rank has calls" if len(held) == 1 else f"{len(held):,} ranks have calls"
     return Finding(
-        title=f"{have} in flight that wait for {named_ranks(silent)}, of which there is no dump",
+        title=f"{have} in flight that wait for {named_ranks(silent)}, of which there is no dump{then}",
         summary=f"{have} in flight that wait for {named_ranks(silent)}: get the dumps of {who}. Without them it is "
         f"not decided whether the job hangs, nor where; the oldest is {call}"
         f"{at_site(calls, wait.row, direct=wait.direct)}.",

@@ -303,7 +303,8 @@ def _ranks(table: Table) -> set[int]:
 
 
 def _state(state: str | None) -> int:
-    return _STATES.get(state or "scheduled", 0)
+    """UNKNOWN, which is of a call that has not ended as far as is known, where none is stated."""
+    return _STATES.get(state or "", UNKNOWN)
 
 
 def _status(record: Record) -> bool:

@@ -205,7 +205,7 @@ def _from_start(calls: Calls) -> frozenset[int]:
     known = set(calls.status_of)
     for table in (calls.table, calls.direct):
         known |= set(table.rank[(table.order == 0) | (table.order == 1)].tolist())
-    return frozenset(known)
+    return calls.spoke & known
 
 
 def _members(calls: Calls, group: int, from_start: frozenset[int]) -> tuple[dict[int, _Member], list[int]]:
@@ -252,7 +252,7 @@ def _of_group(calls: Calls, group: int, from_start: frozenset[int], edges: Edges
         held = [rank for rank, member in waiting_ranks.items() if member.last >= seq]
         row = _row(calls, group, held, seq)
         old = [rank for rank in ranks if row != UNKNOWN and calls.written.get(rank, np.inf) < table.created[row]]
-        if ended >= seq and _needs_all(calls, group, seq):
+        if ended >= seq and _needs_all(calls, group, seq, ended):
             old = ranks  # the others left a call that nobody leaves before all have come
         outdated.update(old)
         absent.extend(rank for rank in ranks if rank not in old)
@@ -287,13 +287,12 @@ def _row(calls: Calls, group: int, ranks: Iterable[int], seq: int) -> int:
     return next((each for each in rows if each is not None), UNKNOWN)
 
 
-def _needs_all(calls: Calls, group: int, seq: int) -> bool:
-    """Whether a call ends on no rank before every rank has entered it."""
-    for rank in calls.groups[group].ranks:
-        row = calls.at(group, rank, seq)
-        if row is not None:
-            return calls.call(row).family not in ROOTED
-    return False
+def _needs_all(calls: Calls, group: int, first: int, last: int) -> bool:
+    """Whether one of these calls ends on no rank before every rank has entered it."""
+    table = calls.table
+    low, high = np.searchsorted(table.group, [group, group + 1])
+    rows = low + np.flatnonzero((table.seq[low:high] >= first) & (table.seq[low:high] <= last))
+    return any(calls.signatures[each].family not in ROOTED for each in np.unique(table.signature[rows]).tolist())
 
 
 def _other_sides(calls: Calls) -> dict[int, int]:

@@ -48,7 +48,7 @@ class Played:
         completed = dict(enqueued)
         for each in self.calls[rank]:
             enqueued[each["group"]] = max(enqueued[each["group"]], each["seq"])
-            if each["state"] == "completed":
+            if each.get("state") == "completed":
                 completed[each["group"]] = max(completed[each["group"]], each["seq"])
         return enqueued, completed
 

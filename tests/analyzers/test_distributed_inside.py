@@ -38,14 +38,15 @@ def in_one_call(states: str, older: str = "") -> Played:
     return played
 
 
-def fill(played: Played, w: Any, age: float = 600.0) -> None:
-    began = max(made[-1]["t_created"] for made in played.calls.values())
+def fill(played: Played, w: Any, age: float = 600.0, *, gave_up: bool = True) -> None:
+    began = max(made[-1]["t_created"] for made in played.calls.values() if made)
     for rank, made in played.calls.items():
         w.records("collectives", made, rank=rank)
         enqueued, completed = played.numbers(rank)
         status = {"dump": True, "last_seq": enqueued, "last_completed": completed, "dumped": began + age}
         w.record("ranks", status, rank=rank)
-    w.record("events", {"kind": "collective_timeout", "seq": 9, "group": "0", "timeout_s": 600.0}, rank=0)
+    if gave_up:
+        w.record("events", {"kind": "collective_timeout", "seq": 9, "group": "0", "timeout_s": 600.0}, rank=0)
 
 
 class TestDevices:
@@ -59,6 +60,25 @@ class TestDevices:
     def test_states_that_are_equal_or_of_no_minority_name_nobody(self, build: Any, states: str) -> None:
         (found,) = findings(build(lambda w: fill(in_one_call(states), w)), MISSING)
         assert (found.confidence, found.where.rank) == ("undetermined", None)
+
+    def test_a_state_that_is_not_on_record_names_nobody(self, build: Any) -> None:
+        def written(w: Any) -> None:
+            played = in_one_call("rrsr")
+            played.calls[2][-1].pop("state")
+            fill(played, w)
+
+        (found,) = findings(build(written), MISSING)
+        assert (found.confidence, found.where.rank) == ("undetermined", None)
+
+    def test_a_state_that_is_not_on_record_is_not_said_to_run(self, build: Any) -> None:
+        def written(w: Any) -> None:
+            played = in_one_call("rrsr")
+            played.calls[3][-1].pop("state")
+            fill(played, w)
+
+        (found,) = findings(build(written), MISSING)
+        assert found.where.rank == 2
+        assert "the devices of ranks 0 and 1 run it" in found.summary
 
     def test_dumps_of_the_moment_in_which_it_was_queued_name_nobody(self, build: Any) -> None:
         (found,) = findings(build(lambda w: fill(in_one_call("rrsr"), w, age=5.0)), MISSING)
@@ -102,6 +122,47 @@ class TestSetAside:
     def test_a_rank_that_is_missing_is_not_set_aside(self, build: Any) -> None:
         played = play(same(4), stuck=lambda rank, at: rank == 1 and at >= 16)
         assert findings(build(lambda w: played.write(w)), COVERAGE) == []
+
+    @pytest.mark.fires(MISSING)
+    @pytest.mark.parametrize("kept", [0, 4])
+    def test_a_dump_that_is_set_aside_is_as_good_as_none(self, build: Any, kept: int) -> None:
+        """Ranks 0 to 2 stand in call 9, and rank 3's dump is empty or ends before what the others have left."""
+
+        def older(w: Any) -> None:
+            played = in_one_call("rrrr")
+            played.calls[3] = played.calls[3][:kept]
+            fill(played, w)
+
+        def absent(w: Any) -> None:
+            played = in_one_call("rrrr")
+            del played.calls[3]
+            fill(played, w)
+
+        (found,), (alone,) = (findings(build(each), MISSING) for each in (older, absent))
+        assert (found.severity, found.confidence, found.where.rank) == ("critical", "undetermined", None)
+        assert "only rank 3 can be missing, of which there is no evidence of that moment" in found.summary
+        assert (alone.severity, alone.confidence, alone.where) == (found.severity, found.confidence, found.where)
+        (said,) = findings(build(older), COVERAGE)
+        assert said.evidence[0].value == [3]
+
+    def test_a_dump_of_the_moment_that_lacks_the_call_alone_names_its_rank(self, build: Any) -> None:
+        def written(w: Any) -> None:
+            played = in_one_call("rrrr")
+            played.calls[3] = played.calls[3][:-1]
+            fill(played, w)
+
+        (found,) = findings(build(written), MISSING)
+        assert (found.confidence, found.where.rank) == ("likely", 3)
+
+    def test_older_dumps_beside_a_job_that_runs_name_nobody(self, build: Any) -> None:
+        """Ranks 0 to 2 have their newest call in flight for a second when they were asked, and rank 3 an hour ago."""
+
+        def written(w: Any) -> None:
+            played = in_one_call("rrrr")
+            played.calls[3] = played.calls[3][:4]
+            fill(played, w, age=1.0, gave_up=False)
+
+        assert all(each.severity != "critical" for each in findings(build(written), MISSING))
 
 
 def one_pair(sent: tuple[int, ...], awaited: tuple[int, ...], *, age: float = 600.0, seq: int = 7) -> Any:

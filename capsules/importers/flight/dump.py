@@ -37,7 +37,7 @@ class Calls:
     dtypes: list[int] = field(default_factory=list[int])
     dtypes_out: list[int] = field(default_factory=list[int])
     frames: list[int] = field(default_factory=list[int])
-    state: list[int] = field(default_factory=list[int])
+    state: list[int | None] = field(default_factory=list["int | None"])
     retired: list[bool] = field(default_factory=list[bool])
     direct: list[bool] = field(default_factory=list[bool])
     created: list[float | None] = field(default_factory=list["float | None"])
@@ -232,7 +232,7 @@ class _Entries:
         calls.dtypes_out = typed([entry.get("output_dtypes") for entry in kept], tables.dtypes)
         calls.frames = stacked([entry.get("frames") for entry in kept], tables.frames)
         states = [entry.get("state") for entry in kept]
-        calls.state = [_STATES[each] if type(each) is str and each in _STATES else 0 for each in states]
+        calls.state = [_STATES.get(each) if type(each) is str else None for each in states]
         calls.retired = [entry.get("retired") is True for entry in kept]
         direct = [entry.get("is_p2p") for entry in kept]
         if not all_of(direct, bool):

@@ -186,7 +186,7 @@ class _Rank:
         summary = {name: [value] for name, value in self._summary(state).items() if value is not None}
         self.out.columns("ranks", 1, summary, place)  # beside the calls: a directory less for each rank
 
-    def _completed(self) -> list[int]:
+    def _completed(self) -> list[int | None]:
         """The state of each call; retired ones and, of collectives, those up to the last completed one are completed.
 
         Direct calls of one group run on several streams, so that a later one may be done before an earlier one.
@@ -208,7 +208,7 @@ class _Rank:
         self._close_batches(state)
         return state
 
-    def _close_batches(self, state: list[int]) -> None:
+    def _close_batches(self, state: list[int | None]) -> None:
         """Give the calls of a batch the state of the entry that closes it: torch never updates their own."""
         calls, operations = self.dump.calls, self.tables.operations.values
         open_: dict[int, list[int]] = defaultdict(list)  # by group: the calls just before that have one number
@@ -243,7 +243,7 @@ class _Rank:
                 return operation.backend == "gloo"
         return False
 
-    def _columns(self, calls: Calls, state: list[int]) -> dict[str, Any]:
+    def _columns(self, calls: Calls, state: list[int | None]) -> dict[str, Any]:
         tables, named = self.tables, self.named
         operations: list[Operation] = tables.operations.values
         peers, peer_at = self._peers(calls, operations)
@@ -293,7 +293,7 @@ class _Rank:
             places[group, op] = peers.setdefault(ranks[other], len(peers)) if known and other is not None else None
         return list(peers), [places[each] for each in pairs] if peers else []
 
-    def _summary(self, state: list[int]) -> dict[str, Any]:
+    def _summary(self, state: list[int | None]) -> dict[str, Any]:
         """The last record of the rank: how far each group had come, in numbers of its collectives."""
         calls = self.dump.calls
         enqueued: dict[str, int] = {}
