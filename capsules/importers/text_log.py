@@ -11,7 +11,6 @@ from ..errors import EvidenceError
 from ..jsonio import decode
 from ..limits import MIB
 from .logs import Log, programs
-from .logs.log import line_numbers, machine_names
 from .run import Run
 from .source import Source
 
@@ -61,7 +60,7 @@ def read(source: Source, out: Run) -> None:
     log = Log(out)
     log.modified, log.named = source.modified, out.told or bool(_RANKED.search(source.path.name))
     head = _ANSI.sub(b"", source.head).decode("utf-8", "replace")
-    log.numbered, log.machines = line_numbers(head), machine_names(head)
+    log.begins(head)
     known = programs()
     readers = [program.Lines(log) for program in known]
     used = [0] * len(readers)
@@ -118,18 +117,28 @@ def _batches(source: Source, out: Run) -> Iterator[list[bytes]]:
 
 
 def _fenced(lines: list[bytes]) -> set[int]:
-    """Numbers of the lines between a fence of three backticks and the bare one that closes it: a quotation."""
+    """Numbers of the lines between a fence of three backticks and the bare one that closes it: a quotation.
+
+    One that names a language only opens, and so does one before which the same words stand as before the last one
+    that opened: a sample of a model that was cut has no end.
+    """
     found: set[int] = set()
     opened = -1
     for number, line in enumerate(lines):
         if (fence := _FENCE.match(line)) is None:
             continue
-        if opened >= 0 and not fence[1]:
+        introduced = number - 1 > opened >= 1 and _introduction(lines, number) == _introduction(lines, opened) != b""
+        if opened >= 0 and not fence[1] and not introduced:
             found.update(range(opened, number))
             opened = -1
         else:
-            opened = number  # one that names a language only opens
+            opened = number
     return found
+
+
+def _introduction(lines: list[bytes], number: int) -> bytes:
+    """The words of the line before another one, without its numbers: ``Sample :``."""
+    return b"".join(re.sub(rb"\d+", b"", lines[number - 1]).split())
 
 
 def _known(part: bytes) -> bool:

@@ -100,6 +100,39 @@ def test_the_rank_that_raised_is_named_whatever_stands_before_its_lines(read: Re
     assert "data.py:17" in report.first_divergence.summary
 
 
+#: What a container, a machine or a logger puts before every line of a log, whoever printed it.
+COMMON = {
+    "docker compose": "trainer-1  | ",
+    "journald": "Nov 30 07:26:23 node07 python3[41000]: ",
+    "a logger": "2026-11-30 07:26:23,414 - INFO - ",
+    "a named logger": "2026-11-30 07:26:23,414 - job.pipe - INFO - ",
+    "a time": "[2026-11-30 07:26:23] ",
+}
+
+
+@pytest.mark.fires(DIED)
+@pytest.mark.parametrize("before", COMMON.values(), ids=COMMON)
+@pytest.mark.parametrize("blank", ["", " "], ids=["torchrun", "torch"])
+def test_what_stands_before_every_line_is_no_part_of_any(read: Read, before: str, blank: str):
+    own = "[default{0}]:" if not blank else "[rank{0}]: "
+    lines = [*STEPS.splitlines(), *(own.format(2) + line for line in RAISED)]
+    lines += [own.format(rank) + line for rank in (0, 1, 3) for line in watchdog(rank)]
+    report = read("".join(f"{before}{line}\n" for line in lines))
+    if before in (COMMON["docker compose"], COMMON["journald"]) and not blank:
+        assert not loud(report)  # the number of a process on one machine, of which there may be several
+        return
+    assert first(report) == (DIED, 2)
+    assert report.first_divergence is not None
+    assert "data.py:17" in report.first_divergence.summary
+
+
+@pytest.mark.fires(DIED)
+def test_srun_pads_the_numbers_of_a_wide_job(read: Read):
+    lines = [f" 0: {line}" for line in STEPS.splitlines()] + [f" 2: {line}" for line in RAISED]
+    lines += [f"{rank:2}: {line}" for rank in (0, 1, *range(3, 12)) for line in watchdog(rank)]
+    assert first(read("".join(f"{line}\n" for line in lines))) == (DIED, 2)
+
+
 def test_without_a_prefix_the_launchers_summary_tells_whose_exception_it_is(read: Read):
     bare = STEPS + "\n".join([*RAISED, *(line for rank in (0, 1, 3) for line in watchdog(rank))]) + "\n"
     ends = [(2, 1, "", "16:20"), *((rank, -6, "SIGABRT", "26:25") for rank in (0, 1, 3))]

@@ -6,34 +6,16 @@ import calendar
 import datetime
 import re
 import time
-from itertools import pairwise
 from typing import Any, Protocol
 
 from ..run import Run
 from .attempts import Attempts
+from .prefixes import WHO, WRAPPED, common, line_numbers, place
 
 #: A number as programs print it: thousands separators, exponents, nan and inf.
 NUMBER = r"[-+]?(?:\d[\d,_]{0,40}\.?\d{0,40}(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|[iI]nf(?:inity)?)"
 
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
-#: Who printed a line: torchrun (``[rank3]:``, ``[default3]:``), mpirun (``[1,3]<stdout>:``), srun -l (``3: ``), and
-#: what people write: ``[rank1] ``, ``[Rank 1] ``, ``(rank=1/8) ``, ``rank 1: ``, ``RANK1 | ``, ``[1]: ``.
-_WHO = re.compile(
-    r"(?:\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d+,(\d{1,6})\]<std(?:out|err)>:|(\d{1,6}):(?= )"
-    r"|[\[(<](?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:#-]{0,2}(\d{1,6})(?:/\d{1,6})?[\])>]:?(?=\s)"
-    r"|(?:[Rr]ank|RANK)[ _=#-]?(\d{1,6})(?:/\d{1,6})?(?::| [|>-])(?= )|\[(\d{1,6})\]:(?= )) ?"
-)
-_NUMBERED = re.compile(r"^(\d{1,9}): ", re.MULTILINE)
-#: What a cluster puts before all that: a container's runtime its time, stream and tag, kubectl a time or a pod, Ray an
-#: actor with its process.
-_WRAPPED = re.compile(
-    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(?:Z|[+-]\d\d:\d\d) )(?:std(?:out|err) [FP] )?|\[pod/[\w./-]{1,300}\] "
-    r"|(\((?:[A-Za-z_][\w.()]{0,100} )?pid=\d{1,9}(?:, ip=[\w.:]{1,60})?\)) "
-)
-#: A machine before all of that: pdsh and dshbak ``node02: ``, syslog ``2026-11-30 10:02:11 node02 ``. Its name has a
-#: letter or a dot, and a digit: ``step: `` and ``3: `` are none.
-_NAMED = r"(?=[\d.-]{0,40}[A-Za-z.])(?=[A-Za-z_.-]{0,60}\d)[\w.-]{2,80}"
-_MACHINE = re.compile(rf"({_NAMED}): ?|(\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{{1,9}})?) ({_NAMED}):? ")
 #: What an actor says of its own rank, as Ray Train and torch print it.
 _OWN_RANK = re.compile(r"\[rank=(\d{1,6}), world_size=|\[(?:PG .{1,80}? )?Rank (\d{1,6})\]")
 #: Actors of one log that are told apart.
@@ -88,7 +70,7 @@ class Log:
         rank: who printed the line that is read now; 0 where the line does not say.
         step: the last training step that any line spoke of.
         numbered: whether ``12: `` before a line is its number, as grep -n writes it, and no rank.
-        machines: whether each line begins with the name of the machine that it comes from.
+        machines: whether each line begins with the name of the machine, or container, that it comes from.
         machine: the one that the last line came from that names one.
         leader: the program whose lines report training steps; empty before the first.
         local: the process of one machine that prints, where the prefix counts these and not the ranks of the job.
@@ -107,6 +89,7 @@ class Log:
         self.leader = ""
         self.numbered = self.machines = False
         self.machine = ""
+        self._common: re.Pattern[str] | None = None
         self.told = self.named = self.anonymous = False
         self.local: int | None = None
         self.locals: set[int] = set()
@@ -115,6 +98,12 @@ class Log:
         self._day, self._midnight = ("", "", ""), 0
         self._stamp = ""
         self._actors: dict[str, int] = {}
+
+    def begins(self, head: str) -> None:
+        """Learn from the first lines of the file what is no part of any of them."""
+        self.numbered = line_numbers(head)
+        if (found := common(head)) is not None:
+            self._common, self.machines = found.pattern, bool(found.places)
 
     def scalar(
         self, name: str, step: int, value: float, time: float | None = None, unit: str = "", side: str | None = None
@@ -175,16 +164,17 @@ class Log:
         """Take the prefix off that says which rank printed the line, and remember the rank."""
         self.rank, self.told, self.local, self._stamp = self.home, self.named, None, ""
         said = self.named
-        if line[:1] in "2[(" and (wrapped := _WRAPPED.match(line)) is not None:
+        if line[:1] in "2[(" and (wrapped := WRAPPED.match(line)) is not None:
             line, self._stamp = line[wrapped.end() :], wrapped[1] or ""
             if wrapped[2]:
                 said = self._acted(wrapped[2], line) or said
-        if self.machines and (machine := _MACHINE.match(line)) is not None:
-            line, self._stamp, self.machine = line[machine.end() :], machine[2] or self._stamp, machine[1] or machine[3]
-        while (found := _WHO.match(line)) is not None:
+        if self._common is not None and (begun := self._common.match(line)) is not None:
+            self._stamp, self.machine = begun.groupdict().get("time") or self._stamp, place(begun)
+            line = line[begun.end() :]
+        while (found := WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
                 self.rank = int(next(filter(None, found.groups())))
-                self.told, said = line.startswith(_GLOBAL) or bool(found[5]), True
+                self.told, said = line.startswith(_GLOBAL) or bool(found[6]), True
                 self.local = self.rank if line.startswith(_LOCAL) else None
                 if self.local is not None:
                     self.locals.add(self.local)
@@ -199,19 +189,6 @@ class Log:
         if actor in self._actors:
             self.rank, self.told = self._actors[actor], True
         return actor in self._actors
-
-
-def line_numbers(head: str) -> bool:
-    """Whether the numbers before the lines are those of lines: they only grow, where ranks come again."""
-    found = [int(each) for each in _NUMBERED.findall(head)[:50]]
-    return len(found) > 2 and found[0] > 0 and all(before < after for before, after in pairwise(found))
-
-
-def machine_names(head: str) -> bool:
-    """Whether the lines begin with names of machines: nearly all do, and with few of them."""
-    lines = [each for each in head.splitlines()[:200] if each.strip()]
-    found = [each[1] or each[3] for each in map(_MACHINE.match, lines) if each is not None]
-    return len(found) >= max(4, 0.9 * len(lines)) and 3 * len(set(found)) <= len(found)
 
 
 def number(text: str) -> float | None:

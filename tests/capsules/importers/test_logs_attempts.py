@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmconsole.capsules.importers.logs.log import machine_names
+from llmconsole.capsules.importers.logs.prefixes import common
 
 from .conftest import Imports
 
@@ -115,11 +115,23 @@ class TestWho:
 
 
 class TestQuotes:
-    @pytest.mark.parametrize("text", ["> {0}", ">> {0}", "```\n{0}```\n", "```text\nsaid\n{0}```\n"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("> {0}", ">> {0}", "```\n{0}```\n", "```text\nsaid\n{0}```\n"),
+            "Sample 1:\n```\nx\n```\nSample 2:\n```\n{0}```\n",
+        ],
+    )
     def test_what_a_mail_or_a_note_quotes_is_no_evidence(self, imported: Imports, text: str):
         assert timeouts(imported(text.format(watchdog(0, 9)) + steps(1, 3))) == []
 
-    @pytest.mark.parametrize("text", ["```\n{0}", "```python\nx = 1\n{0}```text\n", "{0}```\nx\n```\n"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("```\n{0}", "```python\nx = 1\n{0}```text\n", "{0}```\nx\n```\n"),
+            "Sample 1:\n```\ncut\n{0}Sample 2:\n```\nx\n```\n",
+        ],
+    )
     def test_a_fence_that_does_not_enclose_it_hides_nothing(self, imported: Imports, text: str):
         assert timeouts(imported(steps(1, 3) + text.format(watchdog(0, 9)))) == [(0, 9, False)]
 
@@ -208,4 +220,5 @@ class TestMachines:
         ],
     )
     def test_words_numbers_and_single_lines_are_no_machines(self, lines: list[str]):
-        assert not machine_names("\n".join(lines))
+        found = common("\n".join(lines))
+        assert found is None or not found.places
