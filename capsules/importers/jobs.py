@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import EvidenceError
 from . import Importer, known, rank_of
-from .launched import place_of
+from .launched import place_of, runs_of
 from .run import Run
 from .source import Source
 
@@ -91,10 +91,11 @@ def part(path: Path, *, spanned: bool = True) -> Part:
 def grouped(parts: Sequence[Part]) -> list[Job]:
     """The jobs that files belong to, by directories in the order in which they first come up."""
     places: dict[tuple[str, bool], list[Part]] = {}
+    runs = runs_of(each.path for each in parts)
     for each in parts:
-        launched = place_of(each.path)
-        place = os.path.abspath(each.path.parent) if launched is None else launched.run
-        places.setdefault((place, launched is not None), []).append(each)
+        run = runs.get(each.path)
+        place = os.path.abspath(each.path.parent) if run is None else run
+        places.setdefault((place, run is not None), []).append(each)
     found: list[Job] = []
     for (_, launched), those in places.items():
         ordered = _launched(those) if launched else _one_job(those)
@@ -105,8 +106,9 @@ def grouped(parts: Sequence[Part]) -> list[Job]:
 
 def _launched(parts: list[Part]) -> list[Part]:
     """Files of the processes of one run: attempt by attempt, and in each rank by rank."""
-    turns = ((place.turn, at) for at, each in enumerate(parts) if (place := place_of(each.path)) is not None)
-    return [parts[at] for _, at in sorted(turns)]
+    places = ((at, place_of(each.path)) for at, each in enumerate(parts))
+    turns = ((place.turn, place.run, at) for at, place in places if place is not None)
+    return [parts[at] for *_, at in sorted(turns)]
 
 
 def _apart(parts: list[Part]) -> list[list[Part]]:

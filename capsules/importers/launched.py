@@ -116,6 +116,64 @@ def files_below(directory: str | os.PathLike[str], names: Iterable[str]) -> list
     return found[:MOST_FOUND]
 
 
+def runs_of(paths: Iterable[Path]) -> dict[Path, str]:
+    """What the launched files of one job have in common: their run's directory; files that lie elsewhere are left out.
+
+    Several machines that write below one directory have a run each. These are one job where they have the same run id,
+    began at the same time, and the lines of each tell its ranks, of which no two have the same.
+    """
+    places = {path: place for path in paths if (place := place_of(path)) is not None}
+    same: dict[str, set[str]] = {}
+    for place in places.values():
+        above, name = os.path.split(place.run)
+        if place.local and (drawn := _DRAWN.match(name)) is not None:
+            same.setdefault(f"{above}/{drawn[1]}", set()).add(place.run)
+    stands = {place.run: place.run for place in places.values()}
+    for group in same.values():
+        for machines in _begun_together(group):
+            own = {path: place for path, place in places.items() if place.run in machines}
+            if len(machines) > 1 and _share_no_rank(own):
+                stands |= dict.fromkeys(machines, min(machines))
+    return {path: stands[place.run] for path, place in places.items()}
+
+
+def _begun_together(runs: Iterable[str]) -> list[list[str]]:
+    """Runs parted by when they began."""
+    began = sorted((_changed(f"{run}/attempt_0"), run) for run in runs)
+    parted: list[list[str]] = []
+    for at, (moment, run) in enumerate(began):
+        if not at or moment > began[at - 1][0] + _BEGIN_TOGETHER:
+            parted.append([])
+        parted[-1].append(run)
+    return parted
+
+
+def _share_no_rank(places: dict[Path, Place]) -> bool:
+    """Whether the ranks of several runs are told, in the last attempt of each, and all differ."""
+    offsets, last = _offsets(places), _last_attempts(places)
+    if any(len(offsets.get(each, ())) != 1 for each in last.items()):
+        return False
+    now = {(place.run, place.rank) for place in places.values() if place.attempt == last[place.run]}
+    ranks = [rank + min(offsets[run, last[run]]) for run, rank in now]
+    return min(ranks) >= 0 and len(set(ranks)) == len(ranks)
+
+
+def _last_attempts(places: dict[Path, Place]) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for place in places.values():
+        last[place.run] = max(last.get(place.run, 0), place.attempt)
+    return last
+
+
+def _offsets(places: dict[Path, Place]) -> dict[tuple[str, int], set[int]]:
+    """What is between ranks that lines tell and local ranks, by run and attempt: after a restart machines may swap."""
+    offsets: dict[tuple[str, int], set[int]] = {}
+    for path, place in places.items():
+        if place.local and (said := _said_rank(path)) is not None:
+            offsets.setdefault((place.run, place.attempt), set()).add(said - place.rank)
+    return offsets
+
+
 def origins(paths: Sequence[Path]) -> dict[Path, Origin]:
     """Whose the files of one job are; files that lie elsewhere are left out.
 
@@ -124,12 +182,7 @@ def origins(paths: Sequence[Path]) -> dict[Path, Origin]:
     taken to be all; that is open where another directory of the same run id has begun at the same time.
     """
     places = {path: place for path in paths if (place := place_of(path)) is not None}
-    last: dict[str, int] = {}
-    offsets: dict[tuple[str, int], set[int]] = {}  # of one attempt: when a launcher starts again, machines may swap
-    for path, place in places.items():
-        last[place.run] = max(last.get(place.run, 0), place.attempt)
-        if place.local and (said := _said_rank(path)) is not None:
-            offsets.setdefault((place.run, place.attempt), set()).add(said - place.rank)
+    last, offsets = _last_attempts(places), _offsets(places)
     several = {run for (run, _), found in offsets.items() if found != {0}}
     several |= set(filter(_has_twin, {place.run for place in places.values() if place.local}))
     found: dict[Path, Origin] = {}

@@ -165,6 +165,32 @@ class TestRanks:
         assert first(read(tmp_path / "out")) == (DIED, 5)
 
 
+class TestMachines:
+    """Several machines write below one directory."""
+
+    def test_those_that_began_together_and_tell_different_ranks_are_one_job(self, tmp_path: Path):
+        failed(tmp_path / "logs" / "77_k3j2h1g0", first=4, ranks=4)
+        for rank in range(4):
+            said = traceback(LOST, f"[rank{rank}]: ")
+            put(tmp_path / "logs" / "77_z9y8x7w6", 0, rank, out=steps(5), err=said, error=LOST, t=1_796_040_837)
+        capsule = read(tmp_path / "logs")
+        assert first(capsule) == (DIED, 5)
+        assert capsule.ranks == tuple(range(8))
+
+    @pytest.mark.parametrize(
+        "how", ["the same ranks", "not told", "another id", "another day", "a third one is not told"]
+    )
+    def test_others_stay_apart(self, tmp_path: Path, how: str):
+        failed(tmp_path / "77_k3j2h1g0", prefix=how != "not told")
+        other = tmp_path / ("78_z9y8x7w6" if how == "another id" else "77_z9y8x7w6")
+        failed(other, first=0 if how == "the same ranks" else 2)
+        if how == "another day":
+            os.utime(other / "attempt_0", (1e9, 1e9))
+        if how == "a third one is not told":
+            failed(tmp_path / "77_a1b2c3d4", prefix=False)
+        assert len(jobs(known(tmp_path))[0]) == (3 if how == "a third one is not told" else 2)
+
+
 class TestNearTwins:
     def test_two_runs_beside_each_other_are_two_jobs(self, tmp_path: Path):
         for name in ("none_k3j2h1g0", "none_a1b2c3d4"):
