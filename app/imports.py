@@ -146,7 +146,8 @@ def evidence_in(directory: str) -> dict[str, Any]:
     files, places = _listed(directory)
     above = directory.rstrip("/")
     rows = recognise([f"{above}/{name}" for name in files[:MOST_FILES]])
-    launched = recognise([f"{above}/{name}" for name in files_below(directory, places)])
+    further, unseen = files_below(directory, places)
+    launched = recognise([f"{above}/{name}" for name in further])
     rows += [row for row in launched if row["format"] or row["size"]]
     known = [row for row in rows if row["format"]]
     below = "" if known else next((each for each in places[:_MOST_NEIGHBOURS] if _holds(f"{directory}/{each}")), "")
@@ -155,8 +156,14 @@ def evidence_in(directory: str) -> dict[str, Any]:
         "unknown": [os.path.relpath(row["path"], directory) for row in rows if not row["format"]],
         "left_out": max(0, len(files) - MOST_FILES),
         "below": below,
-        "remarks": _without_a_word(launched),
+        "remarks": [*_without_a_word(launched), *_too_many(directory, unseen if further else 0)],
     }
+
+
+def _too_many(directory: str, unseen: int) -> list[str]:
+    """A line where there are more directories of processes than are looked into."""
+    which = f"{unseen:,} older director{'y' if unseen == 1 else 'ies'}"
+    return [f"{directory}: {which} not looked into; give a run's own directory"] if unseen else []
 
 
 def _without_a_word(launched: Sequence[dict[str, Any]]) -> list[str]:
@@ -276,5 +283,5 @@ def _holds(directory: str) -> bool:
         return False
     if any(os.path.isfile(f"{directory}/{each}/capsule.json") for each in places[:_MOST_NEIGHBOURS]):
         return True
-    files = [*files[:_MOST_NEIGHBOURS], *files_below(directory, places[:_MOST_NEIGHBOURS])[:_MOST_NEIGHBOURS]]
+    files = [*files[:_MOST_NEIGHBOURS], *files_below(directory, places[:_MOST_NEIGHBOURS])[0][:_MOST_NEIGHBOURS]]
     return any(row["format"] for row in recognise([f"{directory}/{name}" for name in files]))

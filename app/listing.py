@@ -117,7 +117,7 @@ class Lister:
         if others := [name for name, written in changed.items() if not written]:
             from ..capsules.importers.launched import files_below
 
-            files += files_below(self.directory, others)
+            files += files_below(self.directory, others)[0]
         self._problem = self._raw.named(files) or self._problem
         self._names = dict(sorted(changed.items(), key=lambda each: each[1], reverse=True))
 

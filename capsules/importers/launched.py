@@ -18,7 +18,7 @@ from ..errors import EvidenceError
 from .source import Source
 
 #: Directories that are looked into, files of them that are found, and entries of one that are seen.
-_MOST_PLACES = 5000
+_MOST_PLACES = 2000
 MOST_FOUND = 5000
 _MOST_ENTRIES = 10_000
 #: Levels below a directory that is given: run, attempt, rank.
@@ -94,15 +94,20 @@ def name_of(paths: Sequence[Path]) -> str:
     return paths[0].name if len(paths) == 1 else Path(os.path.abspath(paths[0])).parent.name
 
 
-def files_below(directory: str | os.PathLike[str], names: Iterable[str]) -> list[str]:
-    """The files of launched processes below some of a directory's own directories, as paths relative to it.
+def files_below(directory: str | os.PathLike[str], names: Iterable[str]) -> tuple[list[str], int]:
+    """The files of launched processes below some of a directory's own directories, the newest of these first.
 
-    At most three levels down, no link is followed, and so many directories and files are looked at; of two runs the
-    newer one comes first. The path of each is sorted within its run.
+    At most three levels down, no link is followed, and so many directories and files are looked at.
+
+    Returns:
+        The files, as paths relative to the directory; how many of the names there was no room for.
     """
     found: list[str] = []
     left = _MOST_PLACES
-    for name in sorted(names, key=lambda name: -_changed(f"{directory}/{name}")):
+    ordered = sorted(names, key=lambda name: -_changed(f"{directory}/{name}"))
+    for done, name in enumerate(ordered):
+        if left <= 0 or len(found) >= MOST_FOUND:
+            return found[:MOST_FOUND], len(ordered) - done
         waiting = [name]
         own: list[str] = []
         while waiting and left > 0 and len(found) + len(own) < MOST_FOUND:
@@ -113,7 +118,7 @@ def files_below(directory: str | os.PathLike[str], names: Iterable[str]) -> list
             if here.count("/") + 1 < _DEEPEST:
                 waiting += [f"{here}/{each}" for each in places]
         found += sorted(own)
-    return found[:MOST_FOUND]
+    return found[:MOST_FOUND], 0
 
 
 def runs_of(paths: Iterable[Path]) -> dict[Path, str]:

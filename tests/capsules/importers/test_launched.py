@@ -59,7 +59,7 @@ def failed(run: Path, attempt: int = 0, *, first: int = 0, prefix: bool = True, 
 
 def found(directory: Path) -> list[Path]:
     names = [each.name for each in directory.iterdir() if each.is_dir()]
-    return [directory / each for each in files_below(directory, names)]
+    return [directory / each for each in files_below(directory, names)[0]]
 
 
 def known(directory: Path) -> list[Path]:
@@ -249,6 +249,7 @@ class TestHostile:
             os.utime(tmp_path / f"run{number}", (1e9 + number, 1e9 + number))
         monkeypatch.setattr("llmconsole.capsules.importers.launched.MOST_FOUND", 3)
         assert [path.parents[2].name for path in found(tmp_path)] == ["run2", "run2", "run1"]
+        assert files_below(tmp_path, ["run0", "run1", "run2"])[1] == 1
 
     def test_a_pipe_and_a_name_of_control_characters(self, tmp_path: Path):
         run = failed(tmp_path / "logs" / "a\x1b[2Jb\n_k3j2h1g0")
