@@ -25,6 +25,7 @@ SIGN = (
     rb"|is running (?:inconsistent )?collective: CollectiveFingerPrint|op\.preamble\.length <= op\.nbytes"
     rb"|death signal, shutting down workers|sigkill_handler\][^\n]{0,4000}exits with return code = -?\d"
     rb"|mpirun noticed that process rank \d|slurmstepd: error: [^\n]{0,200}CANCELLED"
+    rb"|Fatal Python error: [A-Z]|terminate called after throwing an instance of '"
 )
 
 _TRACEBACK = "Traceback (most recent call last):"

@@ -117,6 +117,22 @@ class TestVerdicts:
         assert first(read(tmp_path / "logs")) == (DIED, 0)
         assert first(read(run / "attempt_0")) == (DIED, 1)
 
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "Fatal Python error: Segmentation fault\n\n"
+            'Current thread 0x00007f2 (most recent call first):\n  File "a.py", line 9 in step\n',
+            "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n",
+        ],
+    )
+    def test_a_process_that_ends_below_python_is_named_though_its_error_stream_holds_nothing_else(
+        self, tmp_path: Path, words: str
+    ):
+        run = tmp_path / "logs" / "none_k3j2h1g0"
+        put(run, 0, 0, out=steps(5), err=traceback(LOST))
+        put(run, 0, 1, out=steps(5), err=words)
+        assert first(read(tmp_path / "logs")) == (DIED, 1)
+
     def test_a_healthy_run_says_nothing(self, tmp_path: Path):
         for rank in range(4):
             put(tmp_path / "logs" / "none_k3j2h1g0", 0, rank, out=steps(50))
