@@ -18,6 +18,8 @@ _IN_A_BLOCK = 150
 _INTERLEAVED = 2
 #: Steps after the launcher's last word that are no stray line.
 _STEADY = 2
+#: Stands for the last step of a rank that has reported none.
+_NO_STEP = -1
 #: Events that wait for what comes after them.
 _MOST_HELD = 4096
 
@@ -44,7 +46,7 @@ class Attempts:
         self._last = self._newest = -1
         self._after = self._backs = 0
         self._ended: set[int] = set()  # the ranks of a launcher's summary
-        self._reported: dict[int | None, int] = {}  # steps by the rank that printed them, None where no line says it
+        self._reported: dict[int | None, int] = {}  # the last step by the rank that printed it, None where no line says
 
     def event(
         self,
@@ -69,8 +71,7 @@ class Attempts:
 
     def alive(self, rank: int) -> int | None:
         """A sign of life of a rank that says who it is; None where later lines could not tell whether it lives on."""
-        own = self._reported.get(rank, 0)
-        return own if own or self._reported.keys() <= {None} else None
+        return self._reported.get(rank, _NO_STEP if self._reported.keys() <= {None} else None)
 
     def stopped(self, rank: int | None) -> None:
         """Something was printed by which an attempt ends: by ``rank`` where that is told."""
@@ -92,7 +93,7 @@ class Attempts:
 
     def reached(self, step: int, who: int | None) -> None:
         """A step was reported, by the rank ``who`` where the line tells."""
-        self._reported[who] = self._reported.get(who, 0) + 1
+        self._reported[who] = step
         back = step < self._last - 1
         if not (back or self._stopped):
             self._last = step
@@ -134,5 +135,5 @@ class Attempts:
     def _write(self, attempt: int, life: int | None, kind: str, rank: int, fields: dict[str, Any]) -> None:
         past = attempt < self.first if life is None else life < self.restarts
         alive = fields["uncaught"]
-        fields["uncaught"] = True if alive is not None and alive == self._reported.get(rank, 0) else None
+        fields["uncaught"] = True if alive is not None and alive == self._reported.get(rank, _NO_STEP) else None
         self._run.event(kind, rank=rank, past=True if past else None, **fields)
