@@ -1,7 +1,7 @@
 """Which events belong to the last attempt of a job: a log may hold several, and so may the logs of its ranks.
 
-An importer marks events after which training went on in the same log (``past``). A log without steps of its own cannot
-tell; there a call that had begun before such an attempt ended belongs to it, too.
+An importer says of the events of a log that holds several attempts whether another one followed (``past``). A log
+without steps of its own cannot tell; there a call that had begun before such an attempt ended belongs to it, too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _parted(capsule: Capsule) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
 
 
 def _past(event: Event, until: float) -> bool:
-    if event.get("past") is True:
-        return True
+    if (told := event.get("past")) is not None:
+        return told is True
     if event.get("kind") not in ("collective_timeout", "collective_status") or not math.isfinite(until):
         return False
     t, ran = event.get("t"), event.get("ran_s")

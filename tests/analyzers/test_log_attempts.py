@@ -155,6 +155,14 @@ class TestPastAttempts:
         assert "only rank 3 can be missing" in found.summary
         assert found.where.step == 35
 
+    @pytest.mark.fires(MISSING)
+    def test_the_order_of_one_log_tells_attempts_apart_whatever_the_clocks_say(self, read: Read):
+        ended = summary(1, -6).replace("11-01_07:10", "11-09_17:10")  # the launcher's clock is of another zone
+        first, last = ("".join(watchdog(rank, seq, day=1) for rank in (0, 1, 3)) for seq in (121, 241))
+        report = read(log=steps(1, 40) + first + ended + steps(41, 90) + last)
+        assert finding(report, MISSING).severity == "critical"
+        assert "241" in finding(report, MISSING).title
+
     @pytest.mark.quiet(DIED)
     def test_an_error_of_an_earlier_attempt_is_not_what_the_last_one_waits_for(self, read: Read):
         raised = "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: bad row\n"

@@ -58,10 +58,11 @@ class Attempts:
         alive: int | None = None,
         **fields: Any,
     ) -> None:
-        """An event of the stretch that is read now, or of ``attempt``; ``past`` is added where training went on.
+        """An event of the stretch that is read now, or of ``attempt``.
 
-        One ``of_life`` of the processes is past only where these began anew. An error is ``uncaught`` where its rank
-        has reported no step since ``alive`` was its sign of life.
+        Where there are several attempts, ``past`` says whether another one followed its own. One ``of_life`` of the
+        processes is past only where these began anew. An error is ``uncaught`` where its rank has reported no step
+        since ``alive`` was its sign of life.
         """
         life = self.restarts if of_life else None
         fields["uncaught"] = alive
@@ -136,4 +137,4 @@ class Attempts:
         past = attempt < self.first if life is None else life < self.restarts
         alive = fields["uncaught"]
         fields["uncaught"] = True if alive is not None and alive == self._reported.get(rank, _NO_STEP) else None
-        self._run.event(kind, rank=rank, past=True if past else None, **fields)
+        self._run.event(kind, rank=rank, past=past if self.first else None, **fields)

@@ -24,9 +24,10 @@ _LAUNCHER = re.compile(
     r"|distributed processes registered\. Starting with (\d{1,6}) processes"
     r"|\bdist_world_size=(\d{1,6})\b|env:// \[rank=\d{1,6}, world_size=(\d{1,6})\]|^Num processes: (\d{1,6})$"
 )
-#: The command by which a job was started; a number of machines that may vary states nothing.
+#: The command that a shell shows as it starts the job; a number of machines that may vary states nothing.
 _COMMAND = re.compile(
-    r"\b(?:torchrun|torch\.distributed\.(?:run|launch))\b(?=.{0,2000}--nproc[-_]per[-_]node[= ](\d{1,6})\b)"
+    r"(?:[+$]{1,4} )?(?:exec )?(?:torchrun|\S{0,200}python[\d.]{0,6} (?:-\w )?-m torch\.distributed\.(?:run|launch)) "
+    r"(?=.{0,2000}--nproc[-_]per[-_]node[= ](\d{1,6})\b)"
 )
 _MACHINES = re.compile(r"--nnodes[= ]([^\s'\",]{1,6})")
 _STATED = re.compile(
@@ -69,6 +70,7 @@ class Lines:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._elastic = self._largest = 0
+        self._started: int | None = None
         self._launcher: set[int] = set()
         self._said: set[int] = set()
         self._places: set[tuple[str, str]] = set()
@@ -83,10 +85,10 @@ class Lines:
             self._elastic = int(found[1])
         elif (found := _LAUNCHER.search(line)) is not None:
             self._launcher.add(int(found[found.lastindex or 0]))
-        elif (command := _COMMAND.search(line)) is not None:
+        elif (command := _COMMAND.match(line)) is not None:
             machines = _MACHINES.search(line)
-            if machines is None or machines[1].isdecimal():
-                self._launcher.add(int(command[1]) * (1 if machines is None else int(machines[1])))
+            each = 1 if machines is None else int(machines[1]) if machines[1].isdecimal() else 0
+            self._started = (int(command[1]) * each) if self._started is None else 0  # of two nothing tells which
         else:
             stated = [each for each in _STATED.finditer(line) if _of_the_job(line, each)]
             self._said.update(int(each[1]) for each in stated)
@@ -102,7 +104,7 @@ class Lines:
         """The number of ranks; 0 where nothing states it, or several numbers are stated."""
         if self._elastic:
             return self._elastic
-        if stated := self._launcher or self._said:
+        if stated := self._launcher or (self._said | ({self._started} if self._started else set())):
             return max(stated) if len(stated) == 1 and max(stated) >= self._largest else 0
         return self._largest if len(self._places) <= self._largest else 0
 

@@ -175,6 +175,9 @@ class TestWorld:
             "world_size=8 rank=0 local_rank=0 distributed_init_method=tcp://n0:2000 backend=nccl",
             "world_size=999999",
             "torchrun --nnodes=1:4 --nproc_per_node=8",
+            "Tip: to use all GPUs run `torchrun --nproc_per_node 8 train.py`",
+            "+ torchrun --nnodes=1 --nproc_per_node=8 a.py\n+ torchrun --nnodes=1 --nproc_per_node=8 a.py",
+            "world_size=4\n+ torchrun --nproc_per_node=8 train.py",
         ],
     )
     def test_that_of_a_part_is_none(self, imported: Imports, line: str):
