@@ -119,6 +119,14 @@ def _called(evidence: Evidence) -> str:
     return evidence.files[0] + (f" and {more:,} more file{'' if more == 1 else 's'}" if more else "")
 
 
+def _around(files: Sequence[str]) -> Path:
+    """The directory that holds all files of a job."""
+    places = {Path(file).parent for file in files}
+    if len({place.is_absolute() for place in places}) > 1:
+        places = {Path(os.path.abspath(place)) for place in places}
+    return Path(os.path.commonpath(places))
+
+
 def _named(evidence: Evidence) -> bool:
     """Whether the path names the files alone, since they lie in directories of their own below it."""
     return len({Path(file).parent for file in evidence.files}) > 1
@@ -155,8 +163,7 @@ def _jobs(worker: Worker, raw: list[str], separate: bool) -> Iterator[Evidence]:
         yield Evidence(Path(raw[0]), problem=problem)
     for files in found["jobs"]:
         first = Path(files[0])
-        around = first.parent if len(files) == 1 else Path(os.path.commonpath([Path(file).parent for file in files]))
-        yield Evidence(first if len(files) == 1 else around, tuple(files))
+        yield Evidence(first if len(files) == 1 else _around(files), tuple(files))
 
 
 def _said(error: OSError | ValueError) -> str:

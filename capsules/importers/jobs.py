@@ -91,7 +91,7 @@ def part(path: Path, *, spanned: bool = True) -> Part:
 def grouped(parts: Sequence[Part]) -> list[Job]:
     """The jobs that files belong to, by directories in the order in which they first come up."""
     places: dict[tuple[str, bool], list[Part]] = {}
-    runs = runs_of(each.path for each in parts)
+    runs = runs_of([each.path for each in parts])
     for each in parts:
         run = runs.get(each.path)
         place = os.path.abspath(each.path.parent) if run is None else run
@@ -105,10 +105,10 @@ def grouped(parts: Sequence[Part]) -> list[Job]:
 
 
 def _launched(parts: list[Part]) -> list[Part]:
-    """Files of the processes of one run: attempt by attempt, and in each rank by rank."""
-    places = ((at, place_of(each.path)) for at, each in enumerate(parts))
-    turns = ((place.turn, place.run, at) for at, place in places if place is not None)
-    return [parts[at] for *_, at in sorted(turns)]
+    """Files of the processes of one run: attempt by attempt, and in each rank by rank; the launcher's own come last."""
+    places = [(place_of(each.path), each) for each in parts]
+    own = sorted(((place.turn, place.run), at) for at, (place, _) in enumerate(places) if place is not None)
+    return [*(parts[at] for _, at in own), *(each for place, each in places if place is None)]
 
 
 def _apart(parts: list[Part]) -> list[list[Part]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ _TORCHRUN = re.compile(r"(.*)/attempt_(\d{1,6})/(\d{1,6})/(stdout\.log|stderr\.l
 _MPIRUN = re.compile(r"(.*)/()rank\.(\d{1,6})/(stdout|stderr)$", re.DOTALL)
 #: What makes the name of torchrun's run of its id: eight signs that are drawn.
 _DRAWN = re.compile(r"(.+)_[a-z0-9_]{8}$", re.DOTALL)
+_ERROR = re.compile(rb"^ {1,8}error_file: ([^\n]{1,4096})/attempt_\d{1,6}/\d{1,6}/error\.json\s*$", re.MULTILINE)
 _SAYS_RANK = re.compile(rb"^\[rank(\d{1,6})\]:", re.MULTILINE)
 _UNTOLD = "no line tells the rank: it is the number of the directory, which counts the processes of one machine"
 _UNLIKE = "lines of this attempt name ranks that do not fit the numbers of their directories"
@@ -121,9 +122,10 @@ def files_below(directory: str | os.PathLike[str], names: Iterable[str]) -> tupl
     return found[:MOST_FOUND], 0
 
 
-def runs_of(paths: Iterable[Path]) -> dict[Path, str]:
-    """What the launched files of one job have in common: their run's directory; files that lie elsewhere are left out.
+def runs_of(paths: Collection[Path]) -> dict[Path, str]:
+    """What the files of one job have in common: the directory of their run; files of no run are left out.
 
+    The launcher's own log belongs to the run whose error files it names; that run's name is drawn, and so no other's.
     Several machines that write below one directory have a run each. These are one job where they have the same run id,
     began at the same time, and the lines of each tell its ranks, of which no two have the same.
     """
@@ -136,10 +138,25 @@ def runs_of(paths: Iterable[Path]) -> dict[Path, str]:
     stands = {place.run: place.run for place in places.values()}
     for group in same.values():
         for machines in _begun_together(group):
-            own = {path: place for path, place in places.items() if place.run in machines}
-            if len(machines) > 1 and _share_no_rank(own):
+            if len(machines) > 1 and _share_no_rank({path: at for path, at in places.items() if at.run in machines}):
                 stands |= dict.fromkeys(machines, min(machines))
-    return {path: stands[place.run] for path, place in places.items()}
+    found = {path: stands[place.run] for path, place in places.items()}
+    names = {os.path.basename(place.run): place.run for place in places.values() if place.local}
+    for path in paths if names else ():
+        if path not in places and (named := _named_runs(path, names)):
+            found[path] = stands[names[named.pop()]]
+    return found
+
+
+def _named_runs(path: Path, names: Collection[str]) -> set[str]:
+    """The one of some runs whose error files a launcher's summary names; empty where there is none, or several."""
+    try:
+        source = Source(path)
+        paths = {each for part in (source.head, source.tail) for each in _ERROR.findall(part)}
+    except (EvidenceError, OSError):
+        return set()
+    found = {os.path.basename(each.decode("utf-8", "replace")) for each in paths} & set(names)
+    return found if len(found) == 1 and all(map(_DRAWN.match, found)) else set()
 
 
 def _begun_together(runs: Iterable[str]) -> list[list[str]]:

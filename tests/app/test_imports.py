@@ -127,6 +127,17 @@ class TestAnalyze:
         for given in ("logs/one", "logs/one/attempt_0"):
             assert len(json.loads(cli("analyze", given, "--json").stdout)["reports"]) == 1
 
+    def test_the_launchers_own_log_belongs_to_the_run_that_it_names(self, cli: Run, tmp_path: Path):
+        launched(tmp_path / "logs" / "none_k3j2h1g0")
+        error = (
+            "Traceback (most recent call last):\nChildFailedError:\n  error_file: logs/none_{}/attempt_0/0/error.json\n"
+        )
+        (tmp_path / "torchrun.out").write_text(error.format("k3j2h1g0"))
+        (tmp_path / "other.out").write_text(error.format("z9y8x7w6"))
+        done = cli("analyze", str(tmp_path / "logs"), "torchrun.out", "other.out", "--json")
+        paths = [each["capsule"]["path"] for each in json.loads(done.stdout)["reports"]]
+        assert sorted(paths) == sorted([str(tmp_path), "other.out"])
+
     def test_two_runs_are_named_by_their_directories(self, cli: Run, tmp_path: Path):
         for name in ("one", "two"):
             launched(tmp_path / "logs" / name)

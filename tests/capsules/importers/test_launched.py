@@ -207,6 +207,34 @@ class TestMachines:
         assert len(jobs(known(tmp_path))[0]) == (3 if how == "a third one is not told" else 2)
 
 
+class TestLaunchers:
+    """The launcher's own log tells how processes ended that left no word."""
+
+    def summary(self, run: str) -> str:
+        ends = ((0, 1, f"logs/{run}/attempt_0/0/error.json"), (1, -9, "<N/A>"))
+        return traceback("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:") + "".join(
+            f"  time      : 2026-11-30_07:16:2{1 - rank}\n  host      : n0\n  rank      : {rank} (local_rank: {rank})\n"
+            f"  exitcode  : {code} (pid: {3000 + rank}){' (SIGKILL)' if code < 0 else ''}\n  error_file: {file}\n"
+            for rank, code, file in ends
+        )
+
+    def test_the_one_that_names_the_run_is_of_its_job(self, tmp_path: Path):
+        run = tmp_path / "logs" / "none_k3j2h1g0"
+        put(run, 0, 0, out=steps(5), err=traceback(LOST, "[rank0]: "), error=LOST)
+        put(run, 0, 1, out=steps(5))
+        (tmp_path / "logs" / "train.out").write_text(self.summary(run.name))
+        ((job,), _) = jobs([tmp_path / "logs" / "train.out", *known(tmp_path / "logs")])
+        assert job.files[-1].name == "train.out"
+        assert first(Capsule.open(import_files(job.files, tmp_path / "made", attach=False))) == (DIED, 1)
+
+    def test_that_of_another_run_stays_apart(self, tmp_path: Path):
+        failed(tmp_path / "none_k3j2h1g0")
+        (tmp_path / "train.out").write_text(self.summary("none_z9y8x7w6"))
+        assert len(jobs([tmp_path / "train.out", *known(tmp_path)])[0]) == 2
+        (tmp_path / "train.out").write_text(steps(9) + "see none_k3j2h1g0/attempt_0/0/error.json\n")
+        assert len(jobs([tmp_path / "train.out", *known(tmp_path)])[0]) == 2
+
+
 class TestNearTwins:
     def test_two_runs_beside_each_other_are_two_jobs(self, tmp_path: Path):
         for name in ("none_k3j2h1g0", "none_a1b2c3d4"):
