@@ -13,6 +13,7 @@ from .finding import Evidence, Finding, Where
 from .memory.oom import is_device_failure, is_host_failure
 from .registry import NotCaptured, rule
 from .series import curve, segments
+from .stopped import cancelled, message_of, short, stopped
 
 if TYPE_CHECKING:
     from ..capsules import Capsule
@@ -41,19 +42,14 @@ GONE: Final = re.compile(
 _PEER: Final = re.compile(r"remote peer ([\w.-]{1,100})<\d")
 _BETWEEN_RANKS: Final = re.compile(r"gloo|nccl|c10|TCPStore|process ?group|DistBackendError", re.IGNORECASE)
 _LAUNCHED: Final = SECONDARY - {"KeyboardInterrupt", "SystemExit"}
-#: How a launcher or a person ends a rank, in an exit, and how a scheduler says that it ends the job.
+#: How a launcher or a person ends a rank, in an exit.
 _STOPPED: Final = re.compile(r"SIGTERM|SIGINT|SIGHUP|SIGUSR|exit code (?:-15|-2|143|130)\b")
-_CANCELLED: Final = re.compile(r"\bCANCELLED (?:AT|DUE)|DUE TO (?:TIME LIMIT|PREEMPTION)")
-_REASON: Final = re.compile(r"DUE TO ([A-Z][A-Z ]{1,40}[A-Z])")
 #: Lines of a process's runtime, its watchdog or its launcher by which it ends without an exception.
 _LAST_WORDS: Final = re.compile(
     r"\] Heartbeat monitor timed out|^Fatal Python error|^(?:Segmentation fault|Bus error)\b"
     r"|^exit code (?!-?(?:0|15|2|143|130)\b).{1,40}, local rank "
     r"|^srun: error: .{1,300}: (?:Segmentation fault|Bus error|Killed|Aborted|Illegal instruction)"
 )
-#: What torch's launcher says when it is told to end, and when a worker did not end when it was told to.
-_TOLD_TO_END: Final = re.compile(r"Received (?:Signals\.)?(\w{1,12}) death signal")
-_FORCED: Final = re.compile(r"Unable to shutdown process (\d{1,18}) via .{1,40}forcefully exiting")
 #: Lines of the communication library that are shown beside an error, and ranks with their ends.
 _MOST_LINES, _MOST_EXITS = 3, 16
 _MOST_NAMES = 8  # parameters in a sentence
@@ -95,9 +91,9 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         The first error of its own, before those by which launchers repeat it and by which ranks say that another one is
         gone or did not come, after which its rank reported no step; without one the first rank with an exit code of its
         own, which the launcher or a scheduler did not end. Workers that outlive the launcher's SIGTERM are a warning: a
-        healthy one ends at once. A launcher that was merely told to end, and a scheduler's limit, are remarks. What an
-        exception means is left open (undetermined), and so is what filled the memory of a host. A device that is out of
-        memory, and what follows it, are the business of the rules memory/*.
+        healthy one ends at once. A launcher that was merely told to end, and a scheduler's limit, are remarks; that a
+        machine failed is a warning. What an exception means is left open (undetermined), and so is what filled the
+        memory of a host. A device that is out of memory, and what follows it, are the business of the rules memory/*.
     Looks like it but is not:
         A traceback that was caught, after which training goes on; an interrupt from the keyboard, a time limit, a
         signal by which a scheduler stops a job; warnings; a device that is out of memory.
@@ -110,9 +106,12 @@ def job_failed(capsule: Capsule) -> Iterator[Finding]:
         raise NotCaptured("a log that was imported: a recording says itself how it ended")
     errors = _errors(capsule, last := _last_step(capsule))
     own = [each for each in errors if str(each.get("type") or "").rpartition(".")[2] not in SECONDARY]
+    own = [each for each in own if not _of_its_watchdog(capsule, each)]
+    if cancelled(capsule) and all(map(_follows, own)):
+        own = []  # a communicator that goes with its job
     first = min(own, key=_place, default=None)
     if first is None:
-        ended = _silent_end(capsule, errors) or _last_words(capsule, last) or _stopped(capsule, last)
+        ended = _silent_end(capsule, errors) or _last_words(capsule, last) or stopped(capsule, last)
         if ended is not None:
             yield ended
         return
@@ -134,13 +133,19 @@ def _errors(capsule: Capsule, last: int | None) -> list[Mapping[str, Any]]:
     return [each for step, each in steps if id(each) in final or last is None or step is None or step >= last]
 
 
+def _of_its_watchdog(capsule: Capsule, error: Mapping[str, Any]) -> bool:
+    """Whether a process only says that it was aborted, in a job in which watchdogs gave up: these abort it."""
+    aborted = str(error.get("type")) == "Fatal Python error" and message_of(error).startswith("Aborted")
+    return aborted and any(each.get("kind") == "collective_timeout" for each in current_events(capsule))
+
+
 def _exits(capsule: Capsule) -> dict[int, Mapping[str, Any]]:
     """How each rank ended, as its launcher says."""
     return {each["rank"]: each["exit"] for each in capsule.records("ranks") if isinstance(each.get("exit"), dict)}
 
 
 def _host(error: Mapping[str, Any], count: int) -> Finding:
-    words = _short(_words(error, "out of memory"), 440)
+    words = short(_words(error, "out of memory"), 440)
     sizes = [(name, error[name]) for name in ("requested", "allocated") if isinstance(error.get(name), int)]
     return Finding(
         confidence="undetermined",
@@ -174,12 +179,12 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
     return Finding(
         confidence="undetermined",
         title="The job ended with an error",
-        summary=f"{_short(words, 440)} ({when}).{unused}",
+        summary=f"{short(words, 440)} ({when}).{unused}",
         where=Where(step=reached, rank=_rank(error)),
         evidence=(
-            Evidence(name="error", value=_short(words, 600), expected="none"),
+            Evidence(name="error", value=short(words, 600), expected="none"),
             *_raised_at(error),
-            *(Evidence(name="before it", value=_short(line, 300)) for line in lines[:_MOST_LINES]),
+            *(Evidence(name="before it", value=short(line, 300)) for line in lines[:_MOST_LINES]),
             Evidence(name="errors in the log", value=count, expected=0),
         ),
         next=("read the lines above the first error in the log of this rank",),
@@ -188,7 +193,7 @@ def _exception(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
 
 def _words(error: Mapping[str, Any], unnamed: str = "an exception") -> str:
     """Type and message of an error, the type once: a message that is a whole line holds it."""
-    kind, message = str(error.get("type") or unnamed), _message(error)
+    kind, message = str(error.get("type") or unnamed), message_of(error)
     return message if f"{kind}:" in message[: len(kind) + 20] else f"{kind}: {message}"
 
 
@@ -196,11 +201,11 @@ def _unused(capsule: Capsule, error: Mapping[str, Any]) -> str:
     """What DDP lists of parameters without a gradient, at the end of a long message."""
     lists = [each for each in current_events(capsule) if each.get("kind") == "unused_parameters"]
     names = next((each.get("missing") for each in lists if each.get("rank") == error.get("rank")), None)
-    if "did not receive grad" not in _message(error) or not isinstance(names, list) or not names:
+    if "did not receive grad" not in message_of(error) or not isinstance(names, list) or not names:
         return ""
     shown = ", ".join(map(str, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    return f" Without a gradient: {_short(shown, 300)}{more}."
+    return f" Without a gradient: {short(shown, 300)}{more}."
 
 
 def _raised_at(error: Mapping[str, Any]) -> tuple[Evidence, ...]:
@@ -216,16 +221,15 @@ def _silent_end(capsule: Capsule, errors: list[Mapping[str, Any]]) -> Finding | 
     own = {
         rank: end
         for rank, end in exits.items()
-        if end.get("kind") in ("exception", "signal") and rank not in said and not _STOPPED.search(_message(end))
+        if end.get("kind") in ("exception", "signal") and rank not in said and not _STOPPED.search(message_of(end))
     }
     heard = min((_time(exits[rank]) for rank in said if rank in exits), default=math.inf)
     own = own if min(map(_time, own.values()), default=math.inf) <= heard else {}
-    stopped = any(_CANCELLED.search(_message(each)) for each in current_events(capsule) if each.get("kind") == "log")
-    if not own or stopped:
+    if not own or cancelled(capsule):
         return None
     earliest = min(map(_time, own.values()))
     first = sorted(rank for rank, end in own.items() if _time(end) == earliest)
-    words, one = _message(own[first[0]]), len(first) == 1
+    words, one = message_of(own[first[0]]), len(first) == 1
     who = f"Rank {first[0]}" if one else f"{len(first)} ranks at once, rank {first[0]} among them,"
     others = f"; the launcher stopped {len(exits) - len(own)} others" if len(exits) > len(own) else ""
     return Finding(
@@ -235,7 +239,7 @@ def _silent_end(capsule: Capsule, errors: list[Mapping[str, Any]]) -> Finding | 
         where=Where(step=_last_step(capsule), rank=first[0] if one else None),
         evidence=(
             Evidence(name="ended by themselves", value=sorted(own), expected=[], note=words),
-            *(Evidence(name=f"rank {rank}", value=_message(exits[rank])) for rank in sorted(exits)[:_MOST_EXITS]),
+            *(Evidence(name=f"rank {rank}", value=message_of(exits[rank])) for rank in sorted(exits)[:_MOST_EXITS]),
         ),
         next=("that rank's own error stream (torchrun --redirects 3 --log-dir), and the kernel's log of its host",),
     )
@@ -243,77 +247,27 @@ def _silent_end(capsule: Capsule, errors: list[Mapping[str, Any]]) -> Finding | 
 
 def _last_words(capsule: Capsule, last: int | None) -> Finding | None:
     """A process that ends with a line of its runtime, and no exception."""
+    if cancelled(capsule):
+        return None
     lines = [each for each in current_events(capsule) if each.get("kind") == "log"]
-    if any(_CANCELLED.search(_message(each)) for each in lines):
-        return None
     lines = [each for each in lines if last is None or _step(each) is None or _step(each) >= last]
-    first = next((each for each in lines if _LAST_WORDS.search(_message(each)) is not None), None)
+    first = next((each for each in lines if _LAST_WORDS.search(message_of(each)) is not None), None)
     return None if first is None else _exception(capsule, {**first, "type": "the process ended"}, 1)
-
-
-def _stopped(capsule: Capsule, last: int | None) -> Finding | None:
-    """A launcher that was told to end, by a person or a program, and workers that did not end when it told them."""
-    lines = [_message(each) for each in current_events(capsule) if each.get("kind") == "log"]
-    if (cancelled := next((line for line in lines if _CANCELLED.search(line)), None)) is not None:
-        return _ended_by_scheduler(cancelled, last)
-    told = next((found for line in lines if (found := _TOLD_TO_END.search(line)) is not None), None)
-    if told is None:
-        return None
-    forced = sorted({int(found[1]) for line in lines if (found := _FORCED.search(line)) is not None})
-    reach = "" if last is None else f" after step {last:,}"
-    named = f"process {', '.join(map(str, forced[:_MOST_EXITS]))}" if forced else ""
-    held = f"{len(forced):,} worker{'' if len(forced) == 1 else 's'}"
-    hung = f"; {held} did not end when told to and had to be killed: in a call that does not end, or still saving"
-    return Finding(
-        title=f"The job was stopped from outside, and {held} hung" if forced else "The job was stopped from outside",
-        summary=f"The launcher received signal {told[1]}{reach}{hung if forced else ''}. Who sent it and why is not in "
-        "the log.",
-        severity=None if forced else "info",
-        kind=None if forced else "hygiene",
-        confidence="undetermined",
-        where=Where(step=last),
-        evidence=(
-            Evidence(name="signal to the launcher", value=told[1], expected="none"),
-            Evidence(name="workers that had to be killed", value=len(forced), expected=0, note=named),
-        ),
-        next=(
-            ("record the calls of all ranks (Recorder with hang_after, or flight recorder): who waits for whom",)
-            if forced
-            else ()
-        )
-        + ("ask whoever can stop the job: the scheduler's accounting, a time limit, a watcher, a person",),
-    )
-
-
-def _ended_by_scheduler(line: str, last: int | None) -> Finding:
-    """A scheduler that ended the job, and the reason that it gives."""
-    found = _REASON.search(line)
-    why = found[1].lower() if found is not None else "no reason: a person or a program cancelled it"
-    return Finding(
-        title="The scheduler ended the job",
-        summary=f"The scheduler ended the job{'' if last is None else f' after step {last:,}'}: {why}.",
-        severity="info",
-        kind="hygiene",
-        confidence="undetermined",
-        where=Where(step=last),
-        evidence=(Evidence(name="scheduler", value=_short(line, 300), expected="none"),),
-        next=("save a checkpoint before the limit (a signal some minutes ahead: --signal), or ask for more time",),
-    )
 
 
 def _lost(error: Mapping[str, Any]) -> bool:
     """Whether an error only says that the process of another rank is no more."""
-    words = f"{error.get('type')}: {_message(error)}"
+    words = f"{error.get('type')}: {message_of(error)}"
     return GONE.search(words) is not None and _BETWEEN_RANKS.search(words) is not None
 
 
 def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Finding:
     """All that the log holds is a rank whose peer was gone: what ended the peer is not in it."""
     exits = _exits(capsule)
-    stopped = any("Sending process" in _message(each) for each in current_events(capsule))
+    ended_others = any("Sending process" in message_of(each) for each in current_events(capsule))
     rank, last = _rank(error), _last_step(capsule)
-    words = _short(_words(error), 440)
-    alone = not stopped and rank in exits and len(exits) == 1
+    words = short(_words(error), 440)
+    alone = not ended_others and rank in exits and len(exits) == 1
     who = "A rank" if rank is None else f"Rank {rank}"
     why = (
         "The launcher names no other failure and had nobody left to stop: the other ranks of its node had ended "
@@ -327,7 +281,7 @@ def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
         summary=f"{who} says only that its peer was gone ({words}). {why}.",
         where=Where(step=_step(error) if _step(error) is not None else last),
         evidence=(
-            Evidence(name="error", value=_short(words, 600), expected="none", note="a consequence"),
+            Evidence(name="error", value=short(words, 600), expected="none", note="a consequence"),
             Evidence(name="errors in the log", value=count, expected=0),
             *((Evidence(name="ranks that failed", value=sorted(exits), note="of this launcher"),) if exits else ()),
         ),
@@ -342,13 +296,13 @@ def _lost_peer(capsule: Capsule, error: Mapping[str, Any], count: int) -> Findin
 
 def _at_host(error: Mapping[str, Any]) -> str:
     """The machine of a peer that was lost, where NCCL names it: ``… closed by remote peer node03<43210>``."""
-    found = _PEER.search(_message(error))
+    found = _PEER.search(message_of(error))
     return f", on {found[1]}," if found is not None else ""
 
 
 def _follows(error: Mapping[str, Any]) -> bool:
     """Whether an error speaks of another rank, which is gone or did not come."""
-    return GAVE_UP.search(f"{error.get('type')}: {_message(error)}") is not None
+    return GAVE_UP.search(f"{error.get('type')}: {message_of(error)}") is not None
 
 
 def _of_two_sizes(capsule: Capsule) -> bool:
@@ -361,10 +315,6 @@ def _place(error: Mapping[str, Any]) -> tuple[bool, int, float, float, int]:
     order = error.get("order")
     printed = float(order) if isinstance(order, int) else math.inf
     return (_follows(error), _step(error) or 0, _time(error), printed, _rank(error) or 0)
-
-
-def _message(said: Mapping[str, Any]) -> str:
-    return str(said.get("message") or "")
 
 
 def _last_step(capsule: Capsule) -> int | None:
@@ -392,8 +342,3 @@ def _rank(event: Mapping[str, Any]) -> int | None:
 def _time(event: Mapping[str, Any]) -> float:
     time = event.get("t")
     return float(time) if isinstance(time, int | float) and math.isfinite(time) else math.inf
-
-
-def _short(text: str, most: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"

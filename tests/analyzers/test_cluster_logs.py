@@ -247,3 +247,31 @@ def test_what_a_scheduler_ends_or_a_text_explains_is_no_fault(read: Read, text: 
     report = read(STEPS + text + STEPS.replace("step ", "step 1"))
     assert first(report) is None
     assert first(read(STEPS + text)) is None
+
+
+CANCELLED = "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-11-30T07:26:23{} ***\n"
+
+
+@pytest.mark.fires(FAILED)
+@pytest.mark.parametrize(
+    ("why", "severity"), [("", "info"), (" DUE TO TIME LIMIT", "info"), (" DUE TO NODE FAILURE, SEE LOG", "warning")]
+)
+def test_a_machine_that_fails_is_a_fault_and_a_limit_is_none(read: Read, why: str, severity: str):
+    (found,) = (each for each in read(STEPS + CANCELLED.format(why)).findings if each.rule == FAILED)
+    assert (found.title, found.severity) == ("The scheduler ended the job", severity)
+
+
+@pytest.mark.quiet(FAILED)
+def test_a_communicator_that_goes_with_a_cancelled_job_is_no_error_of_its_own(read: Read):
+    lost = "[rank1]: Traceback (most recent call last):\n[rank1]: {}\n"
+    gone = lost.format("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.")
+    assert first(read(STEPS + CANCELLED.format("") + gone)) is None
+    assert first(read(STEPS + lost.format("ValueError: bad row") + CANCELLED.format("") + gone)) == (FAILED, 1)
+
+
+@pytest.mark.quiet(FAILED)
+def test_a_process_that_its_watchdog_aborts_says_so_and_is_no_further_fault(read: Read):
+    aborted = "Fatal Python error: Aborted\n\nThread 0x00007f2 (most recent call first):\n"
+    waits = "".join(f"[rank{rank}]:{line}\n" for rank in (0, 1, 3) for line in watchdog(rank))
+    assert not any(each.rule == FAILED for each in read(STEPS + waits + aborted).findings)
+    assert any(each.rule == FAILED for each in read(STEPS + aborted).findings)
