@@ -122,7 +122,9 @@ def import_job(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLik
         whose = origins([source.path for source, _ in found])
         for source, importer in found:
             origin = whose.get(source.path) or Origin(rank_of(source.path, importer), told=False, past=False)
-            run.begin(importer.FORMAT, source.path.name, origin.rank, told=origin.told, past=origin.past)
+            # A launcher's own log may repeat what its processes print: its series are another side's.
+            part = f"{importer.FORMAT} of a launcher" if whose and source.path not in whose else importer.FORMAT
+            run.begin(part, source.path.name, origin.rank, told=origin.told, past=origin.past)
             problem = _read(importer, source, run)
             problems += [problem] if problem else []
             notes = [

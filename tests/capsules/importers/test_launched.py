@@ -227,6 +227,16 @@ class TestLaunchers:
         assert job.files[-1].name == "train.out"
         assert first(Capsule.open(import_files(job.files, tmp_path / "made", attach=False))) == (DIED, 1)
 
+    def test_what_it_repeats_of_its_processes_counts_once(self, tmp_path: Path):
+        run = failed(tmp_path / "logs" / "none_k3j2h1g0")
+        repeated = "".join(f"[default{rank}]:{line}\n" for rank in range(2) for line in steps(5).splitlines())
+        (tmp_path / "train.out").write_text(repeated + self.summary(run.name))
+        ((job,), _) = jobs([tmp_path / "train.out", *known(tmp_path / "logs")])
+        capsule = Capsule.open(import_files(job.files, tmp_path / "made", attach=False))
+        assert first(capsule) == (DIED, 1)
+        assert [len(values(capsule, "loss", rank=rank)) for rank in range(2)] == [5, 5]
+        assert not [each for each in capsule.records("events") if "go back" in str(each.get("message"))]
+
     def test_that_of_another_run_stays_apart(self, tmp_path: Path):
         failed(tmp_path / "none_k3j2h1g0")
         (tmp_path / "train.out").write_text(self.summary("none_z9y8x7w6"))
