@@ -95,7 +95,8 @@ class Calls:
     ``table`` holds collectives, sorted by (group, rank, seq); ``direct`` sends and receives by (rank, order).
     ``agreed`` gives for each signature the number of what must be equal on all ranks. ``spoke`` are ranks of which
     there is evidence on collectives, ``dumped`` those that left a flight-recorder dump, ``status_of`` those that state
-    how far they came. ``written`` is when a rank's dump was written, Unix seconds, or later: a copy is younger.
+    how far they came; of ``broken`` ones entries are lost: they may have come further. ``written`` is when a rank's
+    dump was written, Unix seconds, or later: a copy is younger.
     In ``mixed`` groups there are sends, which have numbers of their own. The number in ``table.record`` is that of a
     record in ``columns``, or, beyond these, of a watchdog's event in ``words``. ``past`` are time-outs of earlier
     attempts of the job, after which training went on.
@@ -113,6 +114,7 @@ class Calls:
     spoke: frozenset[int]
     dumped: frozenset[int]
     status_of: frozenset[int]
+    broken: frozenset[int]
     world: int
     mixed: frozenset[int] = frozenset()
     written: Mapping[int, float] = field(default_factory=dict[int, float])

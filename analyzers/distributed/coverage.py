@@ -39,7 +39,7 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
     How it decides:
         Lists the ranks of the default group, of any group and of the declared world of which nothing speaks; says so
         where watchdogs gave up and nothing states how many ranks there are, and where what a rank left is older than
-        what the others did. Info.
+        what the others did, or could not be read. Info.
 
     Looks like it but is not:
         A rank whose dump has no entries: that is evidence that it waits for nothing.
@@ -55,8 +55,10 @@ def coverage(capsule: Capsule) -> Iterator[Finding]:
     absent = sorted(expected - known.spoke)
     found = diagnosis(capsule)
     named = {rank for each in found.missing for rank in each.ranks}.union(*(each.ranks for each in found.partings))
-    if old := sorted(found.state.outdated - named):
+    if old := sorted(found.state.outdated - named - known.broken):
         yield _outdated(known, old)
+    if broken := sorted(known.broken - named - set(found.state.victims)):
+        yield _broken(broken)
     if not absent and known.timeouts and not all(group.whole for group in known.groups):
         yield _untold(known)
     if not known.spoke or not absent:
@@ -87,19 +89,40 @@ def _outdated(known: Calls, old: list[int]) -> Finding:
     dumps = ("the dump of" if one else "the dumps of") if known.dumped & set(old) else "the record of"
     newest = max(known.written.values(), default=0.0)
     ages = [newest - known.written[rank] for rank in old if rank in known.written]
+    recorded = not known.dumped & set(old)  # by our own recorder, of one attempt; rows are written late
+    since = "the last rows were not written" if recorded else "from an earlier moment, or an earlier attempt"
     return Finding(
         title=f"{dumps.capitalize()} {who} {'is' if one or 'record' in dumps else 'are'} older than the others'",
         summary=f"{dumps.capitalize()} {who} {'lacks' if one or 'record' in dumps else 'lack'} calls that the other "
-        f"ranks have left: from an earlier moment, or an earlier attempt, and set aside. {who.capitalize()} "
+        f"ranks have left: {since}, and set aside. {who.capitalize()} "
         f"{'is' if one else 'are'} neither guilty nor cleared.",
         confidence="confirmed",
         evidence=(
             Evidence(name="outdated_ranks", value=old[:64], expected=[], note="set aside"),
             *((Evidence(name="older_by", value=round(max(ages), 1), expected=0, unit="s"),) if ages else ()),
         ),
-        cause="files of several moments or attempts lie side by side",
-        next=(f"get what {who} left at the time of the other dumps",),
-        fix=("empty the folder of the dumps before each start, or give each attempt one of its own",),
+        cause="a process that ends without a word leaves its last rows unwritten"
+        if recorded
+        else "files of several moments or attempts lie side by side",
+        next=(f"see how {who} ended" if recorded else f"get what {who} left at the time of the other dumps",),
+        fix=()
+        if recorded
+        else ("empty the folder of the dumps before each start, or give each attempt one of its own",),
+    )
+
+
+def _broken(ranks: list[int]) -> Finding:
+    """Dumps of which entries could not be read, so that nothing tells how far their ranks came."""
+    who = named_ranks(ranks)
+    dumps = f"the dump{'s' if len(ranks) > 1 else ''} of {who}"
+    return Finding(
+        title=f"Entries of {dumps} could not be read",
+        summary=f"Entries of {dumps} could not be read: how far {who} came is not on record, and "
+        f"{'it is' if len(ranks) == 1 else 'they are'} neither guilty nor cleared.",
+        confidence="confirmed",
+        evidence=(Evidence(name="unreadable_ranks", value=ranks[:64], expected=[], note="entries lost"),),
+        cause="the files were damaged, or written by a recorder of another kind",
+        next=(f"get the dumps of {who} again, or their logs",),
     )
 
 

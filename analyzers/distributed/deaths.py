@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ...capsules import underway
+from ...capsules.layout import rank_directory
 from ..attempts import current_events
 from ..call_sites import call_site
 from ..finding import Evidence, Finding, Where
@@ -116,8 +118,9 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     also = sorted({each.rank for each in own} - {first.rank})
     words = {"oom": "ran out of memory", "signal": "was killed", "exception": "raised"}[first.kind]
     shown, at = first.words[:160], f" at {first.site[0]}" if first.site else ""
-    # Where two sizes meet Gloo ends a rank before its call is on record; of two ranks nobody is left to show that.
-    unsure = first.silent and len(known) < T.DECIDING_RANKS
+    # Where two sizes meet Gloo ends a rank before its call is on record; of two ranks nobody is left to show that, and
+    # of more the place of its journal that a file system lost would have.
+    unsure = first.silent and (len(known) < T.DECIDING_RANKS or _last_calls_lost(capsule, first.rank))
     open_ = ", or it was ended where its call met another one" if unsure else ""
     evidence = [
         Evidence(name=f"rank_{first.rank}_ended", value=first.kind, expected="ok", note=first.words[:300]),
@@ -217,6 +220,12 @@ def _silently(capsule: Capsule) -> tuple[int, str] | None:
     if len(without) != 1 or not lost:
         return None
     return without.pop(), f"its process left no word of its end, and to rank {lost[0][0]} its side was gone"
+
+
+def _last_calls_lost(capsule: Capsule, rank: int) -> bool:
+    """Whether the calls that a rank wrote before it made them are there and cannot be read."""
+    journal = f"{rank_directory(rank)}/{underway.RELATIVE}"
+    return any(each.where.startswith(journal) for each in capsule.damage())
 
 
 def _affected(capsule: Capsule, found: Diagnosis, exits: dict[int, dict[str, Any]], died: set[int]) -> dict[int, str]:

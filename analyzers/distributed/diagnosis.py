@@ -82,9 +82,10 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
     conflicts = [*held, *((each.first, each.second, False) for each in reversed_)]
     state = waiting(known, conflicts)
     # What a rank left of an earlier moment is as good as nothing; one that took another way lacks calls all the same.
-    if aside := state.outdated - {rank for each in found if not each.ended for rank in _involved(each)}:
-        known = known.without(aside)
-        state = replace(waiting(known, conflicts), outdated=aside)
+    aside = state.outdated | known.broken.intersection(state.culprits)
+    if aside := aside - {rank for each in found if not each.ended for rank in _involved(each)}:
+        known, outdated = known.without(aside), state.outdated & aside
+        state = replace(waiting(known, conflicts), outdated=outdated)
     missing = _missing(known, state)
     circles = in_reverse(known, reversed_)
     turned = {rank for each in circles for rank in each.ranks}

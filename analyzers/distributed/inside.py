@@ -9,6 +9,7 @@ import numpy as np
 from ..finding import Evidence, Finding, Where
 from . import thresholds as T
 from .diagnosis import Diagnosis
+from .unstated import on_record
 from .waiting import Wait, oldest_in_flight
 from .words import at_site, brief, call_words, last_step, named_ranks
 
@@ -28,9 +29,11 @@ def inside(capsule: Capsule, found: Diagnosis, wait: Wait) -> Finding:
         return _all_that_spoke(capsule, found, wait, call, reason)
     if held := _not_started(found, wait):
         return _of_devices(capsule, found, wait, held, reason)
+    rows = [row for rank in wait.waiting if (row := found.calls.at(wait.group, rank, wait.seq)) is not None]
+    equal = " with equal arguments" if all(on_record(found.calls, row) for row in rows) else ""
     return Finding(
         title=f"All ranks are in {call} and it does not end",
-        summary=f"All ranks entered {call}{at_site(found.calls, wait.row)} with equal arguments, none left it, and "
+        summary=f"All ranks entered {call}{at_site(found.calls, wait.row)}{equal}, none left it, and "
         f"{reason}: no rank is missing, so network, device or driver are left.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), order=wait.seq),

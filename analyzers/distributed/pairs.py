@@ -9,7 +9,7 @@ import numpy as np
 
 from ..finding import Evidence, Finding, Where
 from .diagnosis import Diagnosis
-from .signatures import Signature
+from .signatures import Signature, same_count
 from .waiting import oldest_in_flight
 from .words import at_site, call_words, last_step, named_ranks
 
@@ -58,7 +58,7 @@ def pair_of_two_sizes(capsule: Capsule, found: Diagnosis) -> Finding | None:
     """The first pair whose sides move different data; None where there is none."""
     for pair in stuck_pairs(found):
         sent, received = (_call(found, row) for row in (pair.sent, pair.received))
-        if _moved(sent) != _moved(received):
+        if _differ(sent, received):
             return _of_two_sizes(capsule, found, pair, sent, received)
     return None
 
@@ -68,12 +68,14 @@ def pair_that_does_not_end(capsule: Capsule, found: Diagnosis) -> Finding | None
     pair = next(iter(stuck_pairs(found)), None)
     if pair is None or not held_by_pairs(found) or found.still is None or pair_of_two_sizes(capsule, found) is not None:
         return None
+    sides = _call(found, pair.sent), _call(found, pair.received)
+    equal = " with equal sizes" if all(each.dtype and each.shapes for each in sides) else ""
     call, site = call_words(found.calls, pair.sent, direct=True), at_site(found.calls, pair.sent, direct=True)
     who = named_ranks((pair.source, pair.target))
     held = sorted(set(found.state.victims) - {pair.source, pair.target})
     return Finding(
         title=f"Both sides are in the {call} and it does not end",
-        summary=f"{who.capitalize()} posted both sides of the {call}{site} with equal sizes, and "
+        summary=f"{who.capitalize()} posted both sides of the {call}{site}{equal}, and "
         f"{found.still.reason}: no rank is missing, so network, device or driver are left.",
         confidence="undetermined",
         where=Where(step=last_step(capsule), order=int(found.calls.direct.seq[pair.sent])),
@@ -116,6 +118,7 @@ def _data(call: Signature) -> str:
     return str(call).partition(" ")[2] or str(call)
 
 
-def _moved(call: Signature) -> tuple[str | None, int]:
-    """What a call moves: its dtype, and the number of elements."""
-    return call.dtype, sum(int(np.prod(shape, dtype=np.int64)) for shape in call.shapes)
+def _differ(sent: Signature, received: Signature) -> bool:
+    """Whether dtype or number of elements differ, of what both sides have on record."""
+    dtypes = {each.dtype for each in (sent, received) if each.dtype}
+    return len(dtypes) > 1 or (bool(sent.shapes and received.shapes) and not same_count(sent, received))

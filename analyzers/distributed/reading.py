@@ -12,7 +12,8 @@ import numpy as np
 from ..attempts import current_events, past_events
 from . import thresholds as T
 from .collectives import COMPLETED, MOST_RANKS, UNKNOWN, Calls, Group, Ints, Reached, Record, Table
-from .signatures import POINT_TO_POINT, Agreement, Shapes, Signature, agreement, dtype_name, liberties
+from .signatures import POINT_TO_POINT, UNTOLD, Agreement, Shapes, Signature, agreement, dtype_name, liberties
+from .unstated import as_the_others_say
 from .watchdogs import words_of_watchdogs
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class _Reading:
         reached = self._reached(table, mixed, status, timeouts)
         _end(table, reached, mixed)
         rules = liberties(self._calls)
+        table.signature[:] = as_the_others_say(table, self._calls, rules)
         agreements: dict[Agreement, int] = {}
         agreed = [agreements.setdefault(agreement(each, rules), len(agreements)) for each in self._calls]
         speaking = {each["rank"] for each in (*status, *timeouts)}.union(*(_ranks(each) for each in (table, direct)))
@@ -79,6 +81,7 @@ class _Reading:
             spoke=frozenset(each for each in speaking if 0 <= each < MOST_RANKS),
             dumped=frozenset(each["rank"] for each in self._capsule.records("ranks") if each.get("dump") is True),
             status_of=frozenset(each["rank"] for each in status),
+            broken=frozenset(each["rank"] for each in status if each.get("entries_lost")),
             world=world,
             mixed=mixed,
             written=_written(status, table),
@@ -145,7 +148,7 @@ class _Reading:
         found = self._signatures.get(key)
         if found is None:
             found = self._signatures[key] = len(self._calls)
-            self._calls.append(Signature(str(op or "?"), dtype_name(dtype), key[2], key[3]))
+            self._calls.append(Signature(str(op or UNTOLD), dtype_name(dtype), key[2], key[3]))
         return found
 
     def _tables(self) -> tuple[Table, Table]:

@@ -37,6 +37,8 @@ _FAMILIES = {
     "irecv": "recv",
 }
 POINT_TO_POINT = frozenset(("send", "recv"))
+#: The operation of a call that is on record without one.
+UNTOLD = "?"
 #: Calls that end on one rank before all ranks have entered them.
 ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter", "send", "recv"))
 
@@ -66,6 +68,13 @@ class Signature:
     def family(self) -> str:
         """The operation, whatever its spelling."""
         return family(self.op)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether operation, dtype and shapes are all on record; a rank without input or output lawfully lacks some."""
+        if self.parts or self.family == "barrier":
+            return True
+        return self.op != UNTOLD and bool(self.dtype and self.inputs and self.outputs)
 
     @property
     def shapes(self) -> Shapes:

@@ -10,7 +10,7 @@ from llmconsole.analyzers.distributed.reproduction import reproduction
 from llmconsole.analyzers.finding import Finding
 from llmconsole.analyzers.registry import all_rules
 from llmconsole.analyzers.runner import analyze
-from llmconsole.capsules import Capsule
+from llmconsole.capsules import Capsule, underway
 from llmconsole.capsules.importers import import_job
 
 from tests.analyzers.played_jobs import T0, C, play, same
@@ -102,6 +102,19 @@ class TestDeaths:
         died, missing = loud(build(job(exits)))
         assert (died.rule, died.where.rank) == (DIED, 2)
         assert missing.caused_by == DIED
+
+    @pytest.mark.parametrize(("place", "rank"), [(b'{"seq": 9, "op": "all_red', None), (b"", 2)])
+    def test_one_of_which_the_last_calls_are_lost_may_have_been_ended_in_one(
+        self, build: Any, place: bytes, rank: int | None
+    ) -> None:
+        exits = [ended("exception", 1.0, PEER), ended("exception", 1.0, PEER), None, ended("exception", 1.1, PEER)]
+        path = build(job(exits)).path
+        journal = path / "ranks/rank00002" / underway.RELATIVE
+        journal.parent.mkdir()
+        journal.write_bytes(place.ljust(underway.PLACE, b"\n"))
+        died = loud(Capsule.open(path))[0]
+        assert (died.rule, died.where.rank) == (DIED, rank)
+        assert died.confidence == ("likely" if rank else "undetermined")
 
     def test_a_rank_that_dealt_with_an_error_and_ended_is_the_one_the_others_lost(self, build: Any) -> None:
         handled = "closed while ValueError was handled: sample 17 is not valid"

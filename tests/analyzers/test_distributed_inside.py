@@ -109,6 +109,60 @@ class TestDifferentCalls:
         assert "ranks 0 and 2 called all_reduce float32 [128]" in found.summary
 
 
+class TestUnstated:
+    """Rank 3 does not say what it called, or not all of it: that can neither accuse it nor acquit it."""
+
+    def parted(self, build: Any, **fields: Any) -> list[Finding]:
+        def written(w: Any) -> None:
+            played = in_one_call("rrrr")
+            for record in played.calls[3]:
+                for name, value in fields.items():
+                    if value is None:
+                        record.pop(name)
+                    else:
+                        record[name] = value
+            fill(played, w)
+
+        return findings(build(written), MISMATCH)
+
+    @pytest.mark.quiet(MISMATCH)
+    @pytest.mark.parametrize("missing", ["op", "dtype", "shapes_in", "shapes_out"])
+    def test_what_is_not_on_record_is_no_other_call(self, build: Any, missing: str) -> None:
+        assert self.parted(build, **{missing: None}) == []
+
+    @pytest.mark.fires(MISMATCH)
+    @pytest.mark.parametrize("other", [{"dtype": "float16"}, {"op": "broadcast"}, {"op": None, "dtype": "float16"}])
+    def test_what_is_on_record_and_differs_is(self, build: Any, other: dict[str, Any]) -> None:
+        (found,) = self.parted(build, shapes_out=None, **other)
+        assert found.where.rank == 3
+
+    def test_arguments_that_are_not_on_record_are_not_said_to_be_equal(self, build: Any) -> None:
+        def written(w: Any, *, without: bool) -> None:
+            played = in_one_call("rrrr")
+            if without:
+                for name in ("shapes_in", "shapes_out"):
+                    played.calls[3][-1].pop(name)
+            fill(played, w)
+
+        said = [findings(build(lambda w, each=each: written(w, without=each)), MISSING) for each in (False, True)]
+        assert ["with equal arguments" in found.summary for (found,) in said] == [True, False]
+
+    @pytest.mark.fires(COVERAGE)
+    def test_a_dump_of_which_entries_are_lost_names_nobody(self, build: Any) -> None:
+        def written(w: Any) -> None:
+            played = in_one_call("rrrr")
+            played.calls[3] = played.calls[3][:-1]
+            fill(played, w)
+            w.record("ranks", {"dump": True, "last_seq": {}, "entries_lost": 1}, rank=3)
+
+        capsule = build(written)
+        (found,) = findings(capsule, MISSING)
+        assert (found.confidence, found.where.rank) == ("undetermined", None)
+        assert "only rank 3 can be missing" in found.summary
+        (said,) = findings(capsule, COVERAGE)
+        assert said.title == "Entries of the dump of rank 3 could not be read"
+
+
 class TestSetAside:
     @pytest.mark.fires(COVERAGE)
     def test_a_dump_older_than_what_others_finished_is_said_to_be_set_aside(self, build: Any) -> None:
@@ -196,6 +250,21 @@ class TestPairs:
         assert (found.confidence, found.where.rank) == ("undetermined", None)
         assert "no rank is missing" in found.summary
         assert findings(capsule, MISMATCH) == []
+
+    def test_sizes_that_are_not_on_record_are_not_said_to_be_equal(self, build: Any) -> None:
+        def written(w: Any) -> None:
+            for rank, op in enumerate(("send", "recv")):
+                call = {"group": "0", "group_ranks": [0, 1], "op": op, "p2p": True, "peer": 1 - rank, "seq": 7}
+                call |= {"order": 9, "dtype": "float32", "state": "started", "t_created": T0, "timeout_s": 600.0}
+                w.record("collectives", call | ({"shapes_in": [[4]]} if rank else {}), rank=rank)
+                w.record("ranks", {"dump": True, "last_seq": {"0": 0}, "dumped": T0 + 600.0}, rank=rank)
+
+        capsule = build(written)
+        assert findings(capsule, MISMATCH) == []
+        (found,) = findings(capsule, MISSING)
+        assert "equal sizes" not in found.summary
+        (found,) = findings(build(one_pair((4,), (4,))), MISSING)
+        assert "with equal sizes" in found.summary
 
     @pytest.mark.parametrize(("awaited", "rule"), [((4, 1, 64), MISMATCH), ((4, 2, 64), MISSING)])
     def test_a_pair_that_holds_others_is_what_is_said(self, build: Any, awaited: tuple[int, ...], rule: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -79,6 +80,7 @@ class Dump:
         status: by local number of the group.
         groups: the groups that the calls name, to which ``calls.group`` points.
         pairs: local number of a group → places in ``groups`` that entries give it.
+        lost: entries that could not be read, or of which the number could not: the rank may have come further.
         named: the rank in the file's name.
         modified: Unix seconds of the file.
     """
@@ -91,6 +93,7 @@ class Dump:
     groups: list[Group]
     pairs: dict[str, set[int]]
     calls: Calls
+    lost: int = 0
     named: int | None = None
     modified: float = 0.0
 
@@ -110,12 +113,10 @@ def parse(value: Any, where: str, tables: Tables, note: Note) -> Dump:
     if not isinstance(value, dict):
         raise EvidenceError("is no flight-recorder dump: it holds no mapping", where)
     top = cast("dict[str, Any]", value)
-    entries = top.get("entries")
-    if entries is None:
-        entries = []
+    entries, unlisted = top.get("entries", ()), 0  # the JSON of a dump has no entries where there are none
     if not isinstance(entries, list | tuple):
-        note("the entries are no list; left out")
-        entries = []
+        note("the entries are no list, and cannot be read")
+        entries, unlisted = [], 1
     version = _version(top.get("version"))
     if version is not None and version[0] > 2:
         note(f"version {version[0]}.{version[1]} is newer than the versions known here; read as far as it is alike")
@@ -124,7 +125,8 @@ def parse(value: Any, where: str, tables: Tables, note: Note) -> Dump:
     reader = _Entries(tables, config, note)
     reader.read(cast("list[Any]", entries))
     status = _status(top.get("pg_status"))
-    return Dump(where, version, library[:100], config, status, reader.groups, reader.pairs, reader.calls)
+    lost = reader.left_out + unlisted
+    return Dump(where, version, library[:100], config, status, reader.groups, reader.pairs, reader.calls, lost)
 
 
 def _version(value: Any) -> tuple[int, int] | None:
@@ -193,6 +195,8 @@ class _Entries:
         self.calls = Calls()
         self.groups: list[Group] = []
         self.pairs: dict[str, set[int]] = {}
+        self.left_out = 0
+        self._lost: Counter[str] = Counter()
         self._tables = tables
         self._config = config
         self._note = note
@@ -203,8 +207,9 @@ class _Entries:
             entries = entries[-MOST_ENTRIES:]
         kept: list[dict[str, Any]] = [entry for entry in entries if type(entry) is dict]
         if len(kept) < len(entries):
-            self._note("entries that are no mappings left out", len(entries) - len(kept))
-        numbers = counts(kept, "record_id")
+            self.left_out = len(entries) - len(kept)
+            self._note("entries that are no mappings left out", self.left_out)
+        numbers = counts(kept, "record_id", Counter())
         order = [each for each in numbers if each is not None]
         if len(order) < len(kept):
             self._note("entries without a number keep the order in which they stand")
@@ -215,34 +220,42 @@ class _Entries:
         self.calls.order = order
         if kept:
             self._columns(kept)
+        for name, times in self._lost.items():
+            if times:
+                self._note(f"{name} is missing, or cannot be read, and is taken as unknown in entries", times)
 
     def _columns(self, kept: list[dict[str, Any]]) -> None:
-        calls, tables = self.calls, self._tables
+        calls, tables, lost = self.calls, self._tables, self._lost
         said = [entry.get("profiling_name") for entry in kept]
         calls.op = tables.operations.places(said) if all_of(said, str) else tables.operations.odd(said)
         operations: list[Operation] = tables.operations.values
+        nameless = {place for place in set(calls.op) if not operations[place].name}
+        lost["profiling_name"] = sum(map(nameless.__contains__, calls.op))
         calls.group = self._grouped([(entry.get("process_group"), entry.get("pg_id")) for entry in kept])
         older = all("collective_seq_id" not in entry for entry in kept)
-        calls.collective_seq = counts(kept, "seq_id" if older else "collective_seq_id")
-        calls.p2p_seq = counts(kept, "p2p_seq_id")
-        calls.op_id = counts(kept, "op_id")
-        calls.inputs = sized([entry.get("input_sizes") for entry in kept], tables.shapes)
-        calls.outputs = sized([entry.get("output_sizes") for entry in kept], tables.shapes)
-        calls.dtypes = typed([entry.get("input_dtypes") for entry in kept], tables.dtypes)
-        calls.dtypes_out = typed([entry.get("output_dtypes") for entry in kept], tables.dtypes)
+        number = "seq_id" if older else "collective_seq_id"
+        calls.collective_seq = counts(kept, number, lost)
+        self.left_out += lost[number]
+        calls.p2p_seq = counts(kept, "p2p_seq_id", lost)
+        calls.op_id = counts(kept, "op_id", lost)
+        calls.inputs = sized(kept, "input_sizes", tables.shapes, lost)
+        calls.outputs = sized(kept, "output_sizes", tables.shapes, lost)
+        calls.dtypes = typed(kept, "input_dtypes", tables.dtypes, lost)
+        calls.dtypes_out = typed(kept, "output_dtypes", tables.dtypes, lost)
         calls.frames = stacked([entry.get("frames") for entry in kept], tables.frames)
         states = [entry.get("state") for entry in kept]
         calls.state = [_STATES.get(each) if type(each) is str else None for each in states]
+        lost["state"] = calls.state.count(None)
         calls.retired = [entry.get("retired") is True for entry in kept]
         direct = [entry.get("is_p2p") for entry in kept]
         if not all_of(direct, bool):
             known = zip(direct, calls.op, strict=True)
             direct = [each if type(each) is bool else operations[op].direct for each, op in known]
         calls.direct = cast("list[bool]", direct)
-        calls.created = seconds(kept, "time_created_ns")
-        calls.started = seconds(kept, "time_discovered_started_ns")
-        calls.completed = seconds(kept, "time_discovered_completed_ns")
-        calls.timeout = [each / 1e3 if each else None for each in counts(kept, "timeout_ms")]
+        calls.created = seconds(kept, "time_created_ns", lost)
+        calls.started = seconds(kept, "time_discovered_started_ns", lost)
+        calls.completed = seconds(kept, "time_discovered_completed_ns", lost)
+        calls.timeout = [each / 1e3 if each else None for each in counts(kept, "timeout_ms", lost)]
         threads = [entry.get("thread_id") for entry in kept]
         calls.thread = threads if all_of(threads, type(None)) else [text(each, 100) for each in threads]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...columns import Distinct
+from ...errors import EvidenceError
 from ..run import MOST_RANKS, Run
 from .dump import Calls, Dump, Group, Status
 from .tables import Operation, Tables
@@ -38,9 +39,15 @@ class Job:
             by_rank[rank].append(dump)
         kept = {rank: _merged(dumps, self.tables.frames.values, out) for rank, dumps in sorted(by_rank.items())}
         groups = _Groups(kept, self.tables)
+        failed: list[EvidenceError] = []
         for rank, dump in kept.items():
-            _Rank(rank, dump, groups, self.tables, out).write()
+            try:
+                _Rank(rank, dump, groups, self.tables, out).write()
+            except EvidenceError as error:  # of this dump; the others count all the same
+                failed.append(EvidenceError(f"the dump of rank {rank} was left out: {error}", dump.where))
         self._state(kept, groups, out)
+        if failed:
+            raise failed[0]
 
     def _state(self, kept: dict[int, Dump], groups: _Groups, out: Run) -> None:
         world = max(kept) + 1
@@ -319,6 +326,7 @@ class _Rank:
                     numbers[group.name] = value
         return {
             "dump": True,
+            "entries_lost": None if self._states_how_far() else self.dump.lost or None,
             "rank": self.rank,
             "last_seq": enqueued,
             "last_started": started or None,
@@ -326,6 +334,9 @@ class _Rank:
             "dumped": self.dump.modified,
             "t": max((each for each in calls.created[-100:] if each is not None), default=None),
         }
+
+    def _states_how_far(self) -> bool:
+        return any(each.enqueued is not None and each.enqueued >= 0 for each in self.status.values())
 
     def _in_entries(self, name: str) -> Group:
         return next((group for group in self.dump.groups if group.name == name), Group(name, "", ()))

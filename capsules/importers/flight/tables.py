@@ -6,6 +6,7 @@ import contextlib
 import json
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -94,41 +95,59 @@ def count(value: Any) -> int | None:
     return value if value is not None and 0 <= value <= MAX_INT64 else None
 
 
-def counts(kept: list[dict[str, Any]], name: str) -> list[int | None]:
-    """The numbers that entries have under a name."""
+def counts(kept: list[dict[str, Any]], name: str, lost: Counter[str]) -> list[int | None]:
+    """The numbers that entries have under a name; ``lost`` counts those that are none, by name."""
     raw = [entry.get(name) for entry in kept]
     if all_of(raw, type(None)):
         return cast("list[int | None]", raw)
     if all_of(raw, int) and raw and min(raw) >= 0 and max(raw) <= MAX_INT64:  # pyright: ignore[reportArgumentType]
         return cast("list[int | None]", raw)
-    return [None if each is None else count(each) for each in raw]
+    found = [None if each is None else count(each) for each in raw]
+    lost[name] += found.count(None) - raw.count(None)
+    return found
 
 
-def seconds(kept: list[dict[str, Any]], name: str) -> list[float | None]:
+def seconds(kept: list[dict[str, Any]], name: str, lost: Counter[str]) -> list[float | None]:
     """Nanoseconds as seconds; 0 is no time."""
-    return [each / 1e9 if each else None for each in counts(kept, name)]
+    return [each / 1e9 if each else None for each in counts(kept, name, lost)]
 
 
-def sized(raw: list[Any], table: Table) -> list[int]:
+def sized(kept: list[dict[str, Any]], name: str, table: Table, lost: Counter[str]) -> list[int]:
     """Places of lists of shapes. What is longer than any shape is looked at once, however many entries share it."""
+    raw: list[Any] = [entry.get(name) for entry in kept]
     try:
         if max(map(len, raw)) <= _DIMENSIONS and max(map(len, chain.from_iterable(raw)), default=0) <= _DIMENSIONS:
             keys = [tuple(map(tuple, each)) for each in raw]
-            if all(all_of(chain.from_iterable(key), int) for key in dict.fromkeys(keys)):
+            if all(_sizes(list(chain.from_iterable(key))) for key in dict.fromkeys(keys)):
                 return table.places(keys)
     except TypeError:
         pass
-    return table.odd(raw)
+    return _odd(raw, name, table, lost)
 
 
-def typed(raw: list[Any], table: Table) -> list[int]:
+def _odd(raw: list[Any], name: str, table: Table, lost: Counter[str]) -> list[int]:
+    """Places of values some of which are not as recorders write them, or of which nothing can be read."""
+    places = table.odd(raw)
+    empty = {place for place in set(places) if not table.values[place]}
+    lost[name] += sum(
+        place in empty and each not in (None, "", "[]", [], ()) for each, place in zip(raw, places, strict=True)
+    )
+    return places
+
+
+def _sizes(listed: list[Any]) -> bool:
+    return all_of(listed, int) and min(listed, default=0) >= 0 and max(listed, default=0) <= MAX_INT64
+
+
+def typed(kept: list[dict[str, Any]], name: str, table: Table, lost: Counter[str]) -> list[int]:
     """Places of lists of dtypes."""
+    raw: list[Any] = [entry.get(name) for entry in kept]
     if all_of(raw, list) and max(map(len, raw)) <= _DIMENSIONS:
         with contextlib.suppress(TypeError):
             keys = [tuple(each) for each in raw]
             if all(all_of(key, str) for key in dict.fromkeys(keys)):
                 return table.places(keys)
-    return table.odd(raw)
+    return _odd(raw, name, table, lost)
 
 
 _frame = operator.itemgetter("name", "filename", "line")
@@ -151,7 +170,10 @@ def _operation(value: Any) -> Operation:
 
 
 def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Shapes from lists, or from lists that were printed; a flat list of numbers is one shape."""
+    """Shapes from lists, or from lists that were printed; a flat list of numbers is one shape.
+
+    None at all where one cannot be read: a part of them would be another call.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value[:100_000])
@@ -162,18 +184,26 @@ def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     rows = list(cast("list[Any]", value))[:_TENSORS]
     if rows and all_of(rows, int):
         rows = [rows]
-    return tuple(
-        tuple(size for each in list(cast("list[Any]", row))[:_DIMENSIONS] if (size := count(each)) is not None)
-        for row in rows
-        if isinstance(row, list | tuple)
-    )
+    shapes: list[tuple[int, ...]] = []
+    for row in rows:
+        sizes = (
+            [count(each) for each in list(cast("list[Any]", row))[:_DIMENSIONS]]
+            if isinstance(row, list | tuple)
+            else [None]
+        )
+        if None in sizes:
+            return ()
+        shapes.append(tuple(each for each in sizes if each is not None))
+    return tuple(shapes)
 
 
 def _dtypes(value: Any) -> tuple[str, ...]:
+    """Names of dtypes from lists, or from lists that were printed; none at all where one is no name."""
     if isinstance(value, str):
         value = re.findall(r"\w+", value[:1000])
     listed = list(cast("list[Any]", value))[:_TENSORS] if isinstance(value, list | tuple) else []
-    return tuple(word for each in listed if (word := text(each, 60)))
+    named = [text(each, 60) for each in listed if isinstance(each, str | bytes)]
+    return tuple(each for each in named if each) if len(named) == len(listed) else ()
 
 
 def _frames(value: Any) -> tuple[tuple[Any, Any, Any], ...]:

@@ -16,6 +16,7 @@ from llmconsole.capsules.errors import EvidenceError
 from llmconsole.capsules.importers import import_files, import_job, recognise, source
 from llmconsole.capsules.importers.flight import rank_in_name
 from llmconsole.capsules.importers.jobs import jobs
+from llmconsole.capsules.importers.run import Run
 from llmconsole.capsules.importers.source import Source
 from llmconsole.capsules.limits import MIB
 
@@ -89,6 +90,11 @@ def imported(files, place, problems=()):
     capsule = Capsule.open(done.path)
     assert capsule.damage() == ()
     return capsule
+
+
+def dumped(tmp_path, value, name="dump_0"):
+    (tmp_path / name).write_bytes(pickle.dumps(value, 4))
+    return tmp_path / name
 
 
 def states(capsule):
@@ -468,6 +474,56 @@ class TestOddContent:
             capsule = Capsule.open(done.path)
             assert len(capsule.records("ranks")) == 1
             assert capsule.damage() == ()
+
+    @pytest.mark.parametrize("sizes", [[[2**63, 4]], [[-1]], [[1.5]], [[3, None]], [3, [4]], "[[1"])
+    def test_a_size_that_cannot_be_read_is_unknown_and_costs_nothing_else(self, tmp_path, sizes):
+        entries = [entry(0), entry(1, input_sizes=sizes), entry(2)]
+        capsule = imported([dumped(tmp_path, dump(entries))], tmp_path)
+        calls = capsule.records("collectives")
+        assert [each.get("shapes_in") for each in calls] == [calls[0]["shapes_in"], [], calls[0]["shapes_in"]]
+        assert calls[0]["shapes_in"]
+        assert notes(capsule) == ["input_sizes is missing, or cannot be read, and is taken as unknown in entries"]
+
+    def test_what_is_read_as_unknown_is_said_once_for_each_field_of_a_file(self, tmp_path):
+        odd = {"state": "weird", "profiling_name": None, "input_dtypes": [1, 2], "time_created_ns": "soon"}
+        entries = [entry(at, **odd, retired=False) for at in range(3)]
+        capsule = imported([dumped(tmp_path, dump(entries, pg_status={}))], tmp_path)
+        assert {each.partition(" ")[0] for each in notes(capsule)} == set(odd)
+        assert all(each.endswith("(3)") for each in notes(capsule))
+        calls = capsule.records("collectives")
+        assert {(each.get("state"), each.get("op"), each.get("dtype")) for each in calls} == {(None, "", "float32")}
+
+    def test_nothing_is_said_of_what_recorders_leave_out(self, tmp_path):
+        plain = [entry(0), entry(1, "barrier", input_sizes=[], input_dtypes=[], time_discovered_started_ns=None)]
+        assert notes(imported([dumped(tmp_path, dump(plain))], tmp_path)) == []
+
+    @pytest.mark.parametrize(
+        ("value", "lost"),
+        [(None, 1), ({}, 1), ([entry(0), 7], 1), ([entry(0), entry(1, collective_seq_id="x")], 1), ([entry(0)], None)],
+    )
+    def test_entries_that_are_lost_are_counted(self, tmp_path, value, lost):
+        capsule = imported([dumped(tmp_path, dump() | {"entries": value, "pg_status": {}})], tmp_path)
+        assert capsule.records("ranks")[0].get("entries_lost") == lost
+
+    def test_a_status_says_how_far_a_rank_came_whatever_its_entries_are(self, tmp_path):
+        status = {"0": {"last_enqueued_collective": 7, "last_started_collective": 7, "last_completed_collective": 6}}
+        capsule = imported([dumped(tmp_path, dump() | {"entries": None, "pg_status": status})], tmp_path)
+        (record,) = capsule.records("ranks")
+        assert (record["last_seq"], record.get("entries_lost")) == ({"0": 7}, None)
+
+    def test_a_dump_that_cannot_be_written_is_named_and_the_others_are(self, tmp_path, monkeypatch):
+        write = Run.columns
+
+        def columns(self, stream, length, columns, rank=None):
+            if stream == "collectives" and rank == 0:
+                raise EvidenceError("column seq: odd", "collectives")
+            write(self, stream, length, columns, rank)
+
+        monkeypatch.setattr(Run, "columns", columns)
+        files = [dumped(tmp_path, dump([entry(0)]), f"dump_{rank}") for rank in range(2)]
+        said = f"{files[0]}: the dump of rank 0 was left out: collectives: column seq: odd"
+        capsule = imported(files, tmp_path, (said,))
+        assert {each["rank"] for each in capsule.records("collectives")} == {1}
 
     @pytest.mark.parametrize("value", [[], "text", {"entries": 3, "pg_config": []}, [1, "…", None]])
     def test_no_dump_at_all(self, tmp_path, value):
