@@ -200,6 +200,14 @@ class TestPastAttempts:
         report = read(log="world_size=4\n" + steps(1, 40) + RAISED + summary(1, 1) + waits)
         assert (report.first_divergence.rule, report.first_divergence.where.rank) == (DIED, 1)
 
+    @pytest.mark.fires(DIED)
+    def test_a_rank_that_the_launcher_stopped_waited_for_the_one_that_raised(self, read: Read):
+        waits = "".join(watchdog(rank, 3) for rank in (0, 3))
+        ended = summary(0, -15) + summary(3, 143) + summary(1, 1)  # codes without the names of signals
+        found = finding(read(log=steps(1, 40) + RAISED + waits + ended), DIED)
+        assert (found.where.rank, "ranks 0 and 3 only waited" in found.summary) == (1, True)
+        assert finding(read(log=steps(1, 40) + waits + summary(2, -15) + summary(0, -6)), DIED) is None
+
     def test_an_error_before_any_step_of_the_second_attempt_is_its_end(self, read: Read):
         waits = "".join(watchdog(rank, 121) for rank in (0, 1, 3))
         report = read(log=steps(1, 40) + waits + summary(1, -6) + RAISED + summary(1, 1))

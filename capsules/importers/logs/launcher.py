@@ -19,7 +19,18 @@ _DEEPSPEED = re.compile(
     r"sigkill_handler\].{0,4000}--local_rank=(\d{1,6})\b.{0,4000}exits with return code = (-?\d{1,6})"
 )
 _MPIRUN = re.compile(r"process rank (\d{1,6}) with PID \d{1,18} on node \S{1,200} exited on signal (\d{1,3})\b")
-_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+#: What a negative code, or one beyond 128, is: the signal that ended the process, though a summary may not name it.
+_SIGNALS = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    4: "SIGILL",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    15: "SIGTERM",
+}
 _FAULTS = (-4, -6, -7, -8, -11, 132, 134, 135, 136, 139)
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[_ T](\d\d):(\d\d):(\d\d)")
 
@@ -113,7 +124,8 @@ class Launcher:
                 kind = "oom"
             elif kind == "signal" and code not in (-9, -15, 137, 143) and timed_out(rank):
                 kind = "hang"
-            message = f"exit code {code}" + (f" ({said['signal']})" if said.get("signal") else "")
+            signal = said.get("signal") or _SIGNALS.get(-code if code < 0 else code - 128)
+            message = f"exit code {code}" + (f" ({signal})" if signal else "")
             ended = {"kind": kind, "message": message, "t": said.get("time")}
             left = {name: value for name, value in ended.items() if value is not None}
             self._log.run.record("ranks", {"host": said.get("host"), "exit": left}, rank)
