@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..run import Run
 from .attempts import Attempts
-from .prefixes import WHO, WRAPPED, common, line_numbers, place
+from .prefixes import WHO, WHO_BEGINS, WRAPPED, common, line_numbers, place
 
 #: A number as programs print it: thousands separators, exponents, nan and inf.
 NUMBER = r"[-+]?(?:\d[\d,_]{0,40}\.?\d{0,40}(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[nN]a[nN]|[iI]nf(?:inity)?)"
@@ -171,7 +171,7 @@ class Log:
         if self._common is not None and (begun := self._common.match(line)) is not None:
             self._stamp, self.machine = begun.groupdict().get("time") or self._stamp, place(begun)
             line = line[begun.end() :]
-        while (found := WHO.match(line)) is not None:
+        while line[:1] in WHO_BEGINS and (found := WHO.match(line)) is not None:
             if not (found[3] and self.numbered):
                 self.rank = int(next(filter(None, found.groups())))
                 self.told, said = line.startswith(_GLOBAL) or bool(found[6]), True

@@ -16,6 +16,8 @@ WHO = re.compile(
     r"|[\[(<](?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:#-]{0,2}(\d{1,6})(?:/\d{1,6})?[\])>]:?(?=\s)"
     r"|(?:[Rr]ank|RANK)[ _=#-]?(\d{1,6})(?:/\d{1,6})?(?::| [|>-])(?= )|\[(\d{1,6})\]:(?= )) ?"
 )
+#: The signs with which it can begin.
+WHO_BEGINS = "[(<0123456789rR"
 #: What a container's runtime (time, stream and tag), kubectl (a time or a pod) and Ray (an actor with its process) add.
 WRAPPED = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(?:Z|[+-]\d\d:\d\d) )(?:std(?:out|err) [FP] )?|\[pod/[\w./-]{1,300}\] "
