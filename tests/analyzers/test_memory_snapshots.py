@@ -55,7 +55,7 @@ class TestALoggedLossThatIsKept:
     @pytest.mark.fires(LEAK)
     @pytest.mark.recorded(LEAK)
     def test_is_named_by_its_line_and_the_leak_is_its_consequence(self, tmp_path: Path):
-        capsule = imported(tmp_path, self.job(60), name="snapshot_3.pickle")
+        capsule = imported(tmp_path, self.job(60), name="rank3_snapshot.pickle")
         [logged] = says(LOGGED, capsule)
         assert (logged.confidence, logged.where.rank) == ("likely", 3)
         assert "60 live blocks of 2.00 MiB" in logged.summary
@@ -339,7 +339,7 @@ class TestSeveralDevicesOfOneProcess:
             assert "It is device 1." in finding.summary
         [ledger] = says("memory/ledger", capsule)
         assert ledger.where.rank is None
-        [finding] = says(LEAK, imported(tmp_path, leaking, name="snapshot_6.pickle"))
+        [finding] = says(LEAK, imported(tmp_path, leaking, name="rank6_snapshot.pickle"))
         assert finding.where.rank == 6
         assert "device" not in finding.summary
 

@@ -35,8 +35,10 @@ _MOST_DEVICES = 64
 #: Keys of the outermost mapping of some version; any of the first two comes first or second.
 _KEYS = ("segments", "device_traces", "traces", "allocator_settings", "external_annotations", "host_segments")
 _SIGNS = (b"total_size", b"allocated_size", b"device_traces", b"segment_type")
-#: A number at the end of a name, before which no other number stands, is a rank: a date has several.
-_RANK = re.compile(r"^\D*(?<!step)(?<!iter)(?<!iteration)(?<!epoch)[_\-.](\d{1,5})$", re.IGNORECASE)
+#: A number at the end of a name, before which no other number stands, may be a rank: a date has several.
+_NUMBER = re.compile(
+    r"^(\D*(?<!step)(?<!iter)(?<!iteration)(?<!epoch)[_\-.])(\d{1,5})((?:\.pickle|\.pkl).*|)$", re.IGNORECASE
+)
 _NAMED_RANK = re.compile(r"(?:^|[^a-z])rank[_\-.]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
@@ -52,9 +54,21 @@ def sniff(source: Source) -> bool:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """The rank in a file's name (``snapshot_3.pickle``, ``rank3_memory_snapshot.pickle``), None where there is none."""
-    found = _NAMED_RANK.search(path.name) or _RANK.match(path.name.partition(".pickle")[0].partition(".pkl")[0])
-    return int(found[1]) if found else None
+    """The rank in a file's name, None where there is none.
+
+    ``rank3_memory_snapshot.pickle`` says it. A bare number (``snapshot_3.pickle``) counts steps or snapshots as often:
+    it is a rank where the files beside it are numbered 0, 1 and so on, some of which may be lost.
+    """
+    if (said := _NAMED_RANK.search(path.name)) is not None:
+        return int(said[1])
+    if (found := _NUMBER.match(path.name)) is None:
+        return None
+    head, number, tail = found[1], int(found[2]), found[3]
+    numbered = (
+        all(path.with_name(f"{head}{each:0{digits}}{tail}").exists() for each in {0, 1} - {number})
+        for digits in (1, len(found[2]))
+    )
+    return number if any(numbered) else None
 
 
 def span(source: Source) -> tuple[int | None, int | None, int | None, str]:
@@ -111,6 +125,9 @@ def _devices(data: Any, note: columns.Note, where: str) -> list[Callable[[], His
     segments, traces = snapshot.get("segments"), snapshot.get("device_traces", snapshot.get("traces"))
     if type(segments) is not list and type(traces) is not list:
         raise EvidenceError("holds neither segments nor traces of a memory snapshot", where)
+    for name, value in (("segments", segments), ("device_traces", traces)):
+        if value is not None and type(value) is not list:
+            note(f"{name} is no list, and cannot be read", 1)
     listed: list[Any] = segments if type(segments) is list else []
     by_device: list[Any] = traces if type(traces) is list else []
     held = {integer(each.get("device")) or 0 for each in listed if type(each) is dict}
@@ -127,6 +144,8 @@ def _devices(data: Any, note: columns.Note, where: str) -> list[Callable[[], His
             continue
         rounded = rounding(snapshot.get("allocator_settings"))
         found.append(partial(history, trace, at_end, device, rounded, stacks.stacks()))
+        if stacks.unreadable:
+            note("frames cannot be read, and are taken as unknown in events", stacks.unreadable)
         if stacks.left_out:
             note("more stack traces than are kept apart; the rest are one", stacks.left_out)
     if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from ...allocator import ACTIONS, OOM, Array
+from ...allocator import ACTIONS, OOM, SNAPSHOT, Array
 from ...plain_pickle import integer, text
 from .frames import StackTable
 
@@ -82,9 +83,12 @@ def events(trace: Sequence[Any], stacks: StackTable, pools: Pools, note: Note) -
     try:
         found = _columns(trace, stacks, pools)
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError):
-        kept = [each for event in trace if (each := _cleaned(event)) is not None]
+        lost: Counter[str] = Counter()
+        kept = [each for event in trace if (each := _cleaned(event, lost)) is not None]
         if len(kept) < len(trace):
             note("events that are damaged were left out", len(trace) - len(kept))
+        for name, times in lost.items():
+            note(f"{name} cannot be read, and is taken as 0 in events", times)
         found = _columns(kept, stacks, pools)
         trace = kept
     other = found.action == _OTHER
@@ -114,7 +118,10 @@ def _piece(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
         action = np.fromiter(map(_CODES.__getitem__, map(itemgetter("action"), trace)), np.uint8, count)
     except KeyError:  # a kind that is not known
         action = np.fromiter((_CODES.get(event["action"], _OTHER) for event in trace), np.uint8, count)
-    address = _integers(trace, "addr")
+    address, size = _integers(trace, "addr"), _integers(trace, "size")
+    for name, column, last in (("addr", address, SNAPSHOT), ("size", size, OOM)):
+        if not all(name in trace[at] for at in np.flatnonzero((column == 0) & (action <= last)).tolist()):
+            raise KeyError(name)  # absent is not 0
     failures = np.flatnonzero(action == OOM)
     address[failures] = [trace[at].get("device_free", 0) for at in failures.tolist()]
     try:
@@ -124,13 +131,15 @@ def _piece(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
     # Lists of frames may be shared: each is looked at once.
     lists = dict(zip(map(id, frames), frames, strict=True))
     numbers = dict(zip(lists, stacks.numbers(list(lists.values())), strict=True))
+    if odd := {key for key, value in lists.items() if numbers[key] == 0 and _no_frames(value)}:
+        stacks.unreadable += sum(id(each) in odd for each in frames)
     pool = np.zeros(count, np.int16)
     if any("pool_id" in event for event in (*trace[:1], *trace[-1:])):
         pool = np.fromiter((pools.number(event.get("pool_id")) for event in trace), np.int16, count)
     return Columns(
         action=action,
         address=address,
-        size=_integers(trace, "size"),
+        size=size,
         stream=_integers(trace, "stream"),
         pool=pool,
         time_us=_integers(trace, "time_us"),
@@ -138,27 +147,43 @@ def _piece(trace: Sequence[Any], stacks: StackTable, pools: Pools) -> Columns:
     )
 
 
+def _no_frames(value: Any) -> bool:
+    """Whether something stands in the place of frames that is no list of them."""
+    if type(value) is not list:
+        return value is not None
+    return bool(value) and type(cast("list[Any]", value)[0]) is not dict
+
+
 def _integers(trace: Sequence[Any], name: str) -> Array:
     """A field of every event, int64[N]; 0 where it is absent.
 
     Raises:
-        TypeError, ValueError, OverflowError: something is no integer of 64 bits with a sign.
+        TypeError, OverflowError: something is no integer of 64 bits with a sign.
     """
     try:
-        return np.fromiter(map(itemgetter(name), trace), np.int64, len(trace))
+        found: list[Any] = list(map(itemgetter(name), trace))
     except KeyError:
-        return np.fromiter((event.get(name, 0) for event in trace), np.int64, len(trace))
+        found = [event.get(name, 0) for event in trace]
+    return np.frombuffer(array("q", found), np.int64) if found else np.zeros(0, np.int64)  # NumPy would cut fractions
 
 
-def _cleaned(event: Any) -> dict[str, Any] | None:
-    """An event of which every field is of its type, None where one that it needs cannot be had."""
+def _cleaned(event: Any, lost: Counter[str]) -> dict[str, Any] | None:
+    """An event of which every field is of its type, None where one that it needs cannot be had.
+
+    ``lost`` counts the others that cannot be read, by name.
+    """
     if type(event) is not dict:
         return None
     fields = cast("dict[Any, Any]", event)
-    action, size = text(fields.get("action"), 100), integer(fields.get("size", 0))
+    action = text(fields.get("action"), 100)
     name = "device_free" if action == "oom" else "addr"
-    if action is None or size is None or integer(fields.get(name, 0)) is None:
+    absent = None if action in _CODES else 0
+    size, address = integer(fields.get("size", absent)), integer(fields.get(name, absent))
+    if action is None or size is None or address is None:
         return None
+    for other in ("stream", "time_us"):
+        if other in fields and integer(fields[other]) is None:
+            lost[other] += 1
     return {
         "action": action,
         "addr": 0,

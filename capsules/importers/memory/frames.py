@@ -80,6 +80,7 @@ class StackTable:
 
     def __init__(self) -> None:
         self.left_out = 0
+        self.unreadable = 0
         self._frames: list[Named] = []
         self._frame_numbers: dict[Named, int] = {}
         self._signs: dict[Named, int] = {}

@@ -128,7 +128,7 @@ class TestTheEvidenceOfASnapshot:
         capsule = opened(path)
         live = {each["rank"]: each["size"] for each in capsule.records("allocations")}
         assert live == {0: 30 * MIB, 2: 50 * MIB}
-        capsule = opened(path.rename(tmp_path / "snapshot_5.pickle"))
+        capsule = opened(path.rename(tmp_path / "rank5_snapshot.pickle"))
         assert {each["rank"]: each["size"] for each in capsule.records("allocations")} == {5: 50 * MIB}
         assert "nothing was kept" in str(capsule.manifest.raw["imported"])
 
@@ -148,8 +148,8 @@ class TestTheEvidenceOfASnapshot:
     @pytest.mark.parametrize(
         ("name", "rank"),
         [
-            ("snapshot_3.pickle", 3),
-            ("mem-12.pickle.gz", 12),
+            ("snapshot_3.pickle", None),
+            ("snapshot.100.pickle", None),
             ("rank7_memory_snapshot.pickle", 7),
             ("snapshot.pickle", None),
             ("snapshot_20260822_121904.pickle", None),
@@ -157,8 +157,55 @@ class TestTheEvidenceOfASnapshot:
             ("h100_4.pickle", None),
         ],
     )
-    def test_has_the_rank_that_its_name_ends_with(self, name: str, rank: int | None):
+    def test_has_the_rank_that_its_name_says(self, name: str, rank: int | None):
         assert rank_in_name(Path(name)) == rank
+
+    @pytest.mark.parametrize(
+        ("names", "ranks"),
+        [
+            (["snapshot_0.pickle", "snapshot_1.pickle", "snapshot_12.pickle"], [0, 1, 12]),
+            (["mem-00.pickle.gz", "mem-01.pickle.gz", "mem-10.pickle.gz"], [0, 1, 10]),
+            (["snapshot_0.pickle", "snapshot_100.pickle", "snapshot_200.pickle"], [None] * 3),
+            (["snapshot_0.pickle", "snapshot_1.pkl"], [None] * 2),
+            (["dump_step_0.pickle", "dump_step_1.pickle"], [None] * 2),
+        ],
+    )
+    def test_has_the_number_in_its_name_for_a_rank_where_files_are_numbered_from_0_on(
+        self, tmp_path: Path, names: list[str], ranks: list[int | None]
+    ):
+        for name in names:
+            (tmp_path / name).touch()
+        assert [rank_in_name(tmp_path / name) for name in names] == ranks
+
+    @pytest.mark.parametrize(
+        ("field", "value", "said"),
+        [
+            ("time_us", "x", "time_us cannot be read, and is taken as 0 in events (2)"),
+            ("stream", None, "stream cannot be read, and is taken as 0 in events (2)"),
+            ("frames", "x", "frames cannot be read, and are taken as unknown in events (2)"),
+            ("size", 1.5, "events that are damaged were left out (2)"),
+            ("size", ..., "events that are damaged were left out (2)"),
+            ("addr", ..., "events that are damaged were left out (2)"),
+            ("frames", ..., None),
+            ("stream", 7, None),
+        ],
+    )
+    def test_says_once_what_of_its_events_could_not_be_read(
+        self, tmp_path: Path, field: str, value: Any, said: str | None
+    ):
+        memory = CachingAllocator(GIB)
+        for at in range(8):
+            memory.malloc((at + 1) * MIB, LINES[0])
+        snapshot = memory.snapshot()
+        for event in [each for each in snapshot["device_traces"][0] if each["action"] == "alloc"][2:4]:
+            if value is ...:
+                event.pop(field, None)
+            else:
+                event[field] = value
+        capsule = opened(save(tmp_path / "snapshot.pickle", snapshot))
+        (file,) = capsule.manifest.raw["imported"]["files"]
+        told = [each for each in file["notes"] if "account" not in each]
+        assert told == ([said] if said else [])
 
     def test_that_mosaic_made_up_has_the_peak_that_mosaic_computes(self, tmp_path: Path, real: Path):
         capsule = opened(
