@@ -90,9 +90,10 @@ def _outdated(known: Calls, old: list[int]) -> Finding:
     newest = max(known.written.values(), default=0.0)
     ages = [newest - known.written[rank] for rank in old if rank in known.written]
     recorded = not known.dumped & set(old)  # by our own recorder, of one attempt; rows are written late
-    since = "the last rows were not written" if recorded else "from an earlier moment, or an earlier attempt"
+    compared = "shorter" if recorded else "older"
+    since = "the last rows are lost" if recorded else "from an earlier moment, or an earlier attempt"
     return Finding(
-        title=f"{dumps.capitalize()} {who} {'is' if one or 'record' in dumps else 'are'} older than the others'",
+        title=f"{dumps.capitalize()} {who} {'is' if one or 'record' in dumps else 'are'} {compared} than the others'",
         summary=f"{dumps.capitalize()} {who} {'lacks' if one or 'record' in dumps else 'lack'} calls that the other "
         f"ranks have left: {since}, and set aside. {who.capitalize()} "
         f"{'is' if one else 'are'} neither guilty nor cleared.",

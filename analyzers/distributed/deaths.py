@@ -134,7 +134,7 @@ def rank_died_first(capsule: Capsule) -> Iterator[Finding]:
     if also:
         evidence.append(Evidence(name="other_ends", value=also, note="later, or of unknown time"))
     yield Finding(
-        title=f"Rank {first.rank} {words} first",
+        title=f"Rank {first.rank} " + ("ended without a word" if unsure else f"{words} first"),
         summary=f"Rank {first.rank} {words} ({shown}){at}; {named_ranks(affected)} only waited for it or lost it"
         f"{open_}.",
         confidence="undetermined" if unsure else "likely",
