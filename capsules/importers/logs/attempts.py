@@ -46,7 +46,8 @@ class Attempts:
         self._last = self._newest = -1
         self._after = self._backs = 0
         self._ended: set[int] = set()  # the ranks of a launcher's summary
-        self._reported: dict[int | None, int] = {}  # the last step by the rank that printed it, None where no line says
+        self._steps: dict[int | None, int] = {}  # of this attempt, the last step by the rank that printed it
+        self._reported: dict[int | None, int] = {}  # the same, of all attempts; None where no line says who
 
     def event(
         self,
@@ -93,11 +94,11 @@ class Attempts:
         self._stopped, self._after, self._newest, self._launcher_ended = True, 0, self._last, True
 
     def reached(self, step: int, who: int | None) -> None:
-        """A step was reported, by the rank ``who`` where the line tells."""
+        """A step was reported, by the rank ``who`` where the line tells: each goes back against its own steps only."""
         self._reported[who] = step
-        back = step < self._last - 1
+        back = step < self._steps.get(who, step) - 1
         if not (back or self._stopped):
-            self._last = step
+            self._steps[who] = self._last = step
             return
         if self._stopped:
             self._after += step > self._newest
@@ -108,13 +109,14 @@ class Attempts:
                 self.begin(anew=anew)
                 back = False
         self._backs += back
-        self._last = step
+        self._steps[who] = self._last = step
 
     def begin(self, *, anew: bool = True) -> None:
         """Another attempt has begun: all that was printed of how the ones before ended is past."""
         self._close_stretch()
         self._another(self.number, anew=anew)
         self._stopped = False
+        self._steps.clear()
 
     def close(self) -> None:
         """The log ends here."""

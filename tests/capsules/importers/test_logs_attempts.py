@@ -55,6 +55,14 @@ class TestAttempts:
         capsule = imported(steps(1, 10) + steps(1, 10) + steps(1, 10) + watchdog(0, 9) + steps(1, 10))
         assert timeouts(capsule) == [(0, 9, False)]
 
+    @pytest.mark.parametrize(("own", "past"), [(range(30, 45), False), (range(15, 45), True)], ids=["lags", "again"])
+    def test_a_rank_that_names_itself_goes_back_against_its_own_steps(self, imported: Imports, own: range, past: bool):
+        lines = [
+            "".join(f"[rank{rank}]: {each}" for each in steps(1, 40 - 11 * rank).splitlines(True)) for rank in (0, 1)
+        ]
+        after = "".join(f"[rank1]: {each}" for step in own for each in [steps(step, step)])
+        assert timeouts(imported(lines[1] + lines[0] + watchdog(2, 121) + after)) == [(2, 121, past)]
+
     def test_the_same_number_times_out_in_two_attempts(self, imported: Imports):
         capsule = imported(steps(1, 40) + watchdog(0, 121) + steps(20, 40) + watchdog(0, 121))
         assert timeouts(capsule) == [(0, 121, False), (0, 121, True)]
