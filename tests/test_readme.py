@@ -22,11 +22,11 @@ def rules_table() -> str:
 
 def keys_table() -> str:
     rows = [
-        f"| {each.scope} | `{key_names(each.keys)}` | {each.description} |"
+        f"| {each.scope} | `{key_names(each.keys)}` | {each.description} | `{each.id}` |"
         for each in ACTIONS
         if each.keys and not re.fullmatch(r"capsule\.view-\d", each.id)
     ]
-    return "\n".join(["| where | key | what it does |", "|---|---|---|", *rows])
+    return "\n".join(["| where | key | what it does | name in `keys.toml` |", "|---|---|---|---|", *rows])
 
 
 @pytest.mark.parametrize(("name", "table"), [("rules", rules_table), ("keys", keys_table)])

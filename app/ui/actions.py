@@ -1,6 +1,6 @@
 """Every action of the console in one table: keys, palette, help, footer and the README are made from it.
 
-A key can be changed by the action's id in ``keys.toml`` (``llmconsole doctor`` says where): ``"case.search" = "f5"``.
+A key can be changed by the action's id in ``keys.toml`` (``llmconsole doctor`` says where): ``"app.quit" = "ctrl+q"``.
 """
 
 from __future__ import annotations
