@@ -11,7 +11,7 @@ import shutil
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +150,7 @@ def evidence_in(directory: str) -> dict[str, Any]:
     launched = recognise([f"{above}/{name}" for name in further])
     rows += [row for row in launched if row["format"] or row["size"]]
     known = [row for row in rows if row["format"]]
-    below = "" if known else next((each for each in places[:_MOST_NEIGHBOURS] if _holds(f"{directory}/{each}")), "")
+    below = "" if known else next(holding(directory, places), "")
     return {
         "files": known,
         "unknown": [os.path.relpath(row["path"], directory) for row in rows if not row["format"]],
@@ -270,6 +270,11 @@ def _listed(directory: str) -> tuple[list[str], list[str]]:
     except OSError as error:
         raise EvidenceError(f"cannot be read ({error.strerror or error})", directory) from None
     return sorted(files), sorted(places)
+
+
+def holding(directory: str, places: Iterable[str]) -> Iterator[str]:
+    """Those of a directory's own directories in which there is evidence; the first by name are looked at."""
+    return (each for each in sorted(places)[:_MOST_NEIGHBOURS] if _holds(f"{directory}/{each}"))
 
 
 def _holds(directory: str) -> bool:

@@ -23,13 +23,16 @@ from .raw_files import RawFiles
 MAX_ENTRIES = 10_000
 #: Ranks whose files are looked at to see whether a capsule changed.
 _MOST_STAMPED = 1024
+#: Directories with evidence that are named where there is none directly in the one that is listed.
+_MOST_BELOW = 3
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """What lies in a directory at one moment; ``version`` is a digest of it, the same in every worker.
 
     ``unread`` capsules and files were not opened yet, as there was no time. Such capsules are entries by their names,
-    with an empty status; of such files it is not known whether they are evidence.
+    with an empty status; of such files it is not known whether they are evidence. ``below`` are directories in this one
+    that hold evidence, a few of them, where there is none directly in it.
     """
 
     directory: str
@@ -37,6 +40,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Entry, ...] = ()
     problem: str = ""
     unread: int = 0
+    below: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Lister:
         self._problem = ""
         self._seen: dict[str, _Seen] = {}
         self._raw = RawFiles(directory)
+        self._below: tuple[object, tuple[str, ...]] = ((), ())  # with what the file system said of the directories
 
     def listing(self, budget: float | None = None) -> Listing:
         """The directory as it is now. Never raises: what cannot be read is a row with words.
@@ -87,13 +92,24 @@ class Lister:
                 unread.append(Entry(path=f"{self.directory}/{name}", name=name, title=name, changed=changed))
         self._seen = seen
         entries = (*(each.entry for each in seen.values()), *unread, *self._raw.entries(until))
+        below = () if entries or self._raw.unread else self._holding()
         return Listing(
             directory=str(self.directory),
-            version=_version((entries, self._problem)),
+            version=_version((entries, self._problem, below)),
             entries=entries,
             problem=self._problem,
             unread=len(unread) + self._raw.unread,
+            below=below,
         )
+
+    def _holding(self) -> tuple[str, ...]:
+        """Directories in this one that hold evidence, looked for again where one of them was written to."""
+        stamp = [(name, _written(f"{self.directory}/{name}")) for name in self._names]
+        if stamp != self._below[0]:
+            from .imports import holding
+
+            self._below = stamp, tuple(islice(holding(str(self.directory), self._names), _MOST_BELOW))
+        return self._below[1]
 
     def _scan(self) -> None:
         """Names that may be capsules, the newest first; whether they are, their manifest says."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,13 +83,13 @@ def _list(directory: Path, only: Path | None, as_json: bool) -> int:
     if as_json:
         print_json(listing)
     else:
-        _print(listing)
+        _print(listing, found.below)
     if found.problem:
         narrate(found.problem)
     return UNUSABLE if any(row.problem for row in rows) else 0
 
 
-def _print(listing: Capsules) -> None:
+def _print(listing: Capsules, below: Sequence[str]) -> None:
     from rich.text import Text
 
     screen = console()
@@ -96,6 +98,11 @@ def _print(listing: Capsules) -> None:
     head = Text(f" {one_line(listing.directory)}", "bold")
     head.append(f"  {count} capsule{'' if count == 1 else 's'}" + (f", {live} live" if live else ""), "not bold")
     screen.print(head)
+    if not count and below:
+        screen.print(Text(" No capsule or log lies directly here. There are some in:", "bright_black"))
+        for name in below:
+            screen.print(Text(f"   {one_line(os.path.join(listing.directory, name))}"), soft_wrap=True)
+        return
     if not count:
         for line in (
             " Nothing here yet. A capsule is what the recorder writes around a training loop:",

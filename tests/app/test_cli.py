@@ -245,6 +245,11 @@ class TestExitStatus:
 
 
 class TestHome:
+    def test_names_the_directories_that_hold_some_where_there_is_none_directly(self, cli: Run, runs: Path):
+        done = cli(str(runs.parent), "--list")
+        assert f"   {runs}\n" in done.stdout
+        assert "Recorder" not in done.stdout
+
     def test_lists_the_capsules_and_says_what_to_type_next(self, cli: Run, runs: Path):
         done = cli(str(runs))
         assert done.returncode == 0

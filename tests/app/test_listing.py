@@ -128,6 +128,23 @@ def test_nothing_is_read_while_nothing_happens(lister: Lister) -> None:
     assert lister.listing() == before
 
 
+def test_directories_that_hold_evidence_are_named_where_there_is_none_directly(lister: Lister) -> None:
+    for name in ("notes", "logs", "a"):
+        (lister.directory / name).mkdir()
+    (lister.directory / "notes" / "read.me").write_text("nothing of a known format\n")
+    lister.listing()
+    assert lister.listing().below == ()
+    write(lister.directory / "a" / "one.capsule")
+    (lister.directory / "logs" / "train.log").write_text("step 1 loss 2.5\nstep 2 loss 2.4\nstep 3 loss 2.3\n")
+    deadline = time.monotonic() + 20
+    while (found := lister.listing()).below != ("a", "logs") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (found.below, found.entries) == (("a", "logs"), ())
+    write(lister.directory / "b.capsule")
+    until(lister, lambda entries: len(entries) == 1)
+    assert lister.listing().below == ()
+
+
 @pytest.mark.parametrize("inotify", [None, False])
 def test_what_may_not_be_read_is_a_row_with_words(tmp_path: Path, inotify: bool | None) -> None:
     folder = tmp_path / "runs"

@@ -139,8 +139,16 @@ def empty(listing: Listing, width: int) -> str:
         words = one_line(listing.problem)
     elif listing.unread:
         words = f"Looking at {count(listing.unread, 'file')} …"
+    elif listing.below:
+        words = "No capsule or log lies directly here. There are some in:"
+        names = [f"   {keep_tail(one_line(each), max(8, width - 4))}" for each in listing.below]
+        return "\n".join([_lines(words, width), *names, _lines("Open one: llmconsole DIR", width)])
     else:
         return _EMPTY
+    return _lines(words, width)
+
+
+def _lines(words: str, width: int) -> str:
     return "\n".join(f" {each}" for each in ["", *wrap(words, width - 2)])
 
 

@@ -82,6 +82,23 @@ def test_an_empty_directory_teaches_what_to_do(tmp_path: Path, until: Until) -> 
     asyncio.run(scenario())
 
 
+def test_a_directory_with_evidence_further_below_names_where(tmp_path: Path, make_capsule: Make, until: Until) -> None:
+    below = tmp_path / "node0"
+    below.mkdir()
+    make_capsule("run").rename(below / "run.capsule")
+
+    async def scenario() -> None:
+        console = Console(tmp_path)
+        async with console.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: "node0" in lines(console, "#capsules"), "the directory is named")
+            words = " ".join(lines(console, "#capsules").split())
+            assert "directly here" in words
+            assert "llmconsole DIR" in words
+            assert "Recorder" not in words
+
+    asyncio.run(scenario())
+
+
 def test_capsules_appear_change_and_vanish_while_one_watches(tmp_path: Path, make_capsule: Make, until: Until) -> None:
     async def scenario() -> None:
         console = Console(tmp_path)
