@@ -83,7 +83,7 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
     state = waiting(known, conflicts)
     # What a rank left of an earlier moment is as good as nothing; one that took another way lacks calls all the same.
     aside = state.outdated | known.broken.intersection(state.culprits)
-    if aside := aside - {rank for each in found if not each.ended for rank in _involved(each)}:
+    if aside := aside - {rank for each in found if not each.ended for rank in involved(each)}:
         known, outdated = known.without(aside), state.outdated & aside
         state = replace(waiting(known, conflicts), outdated=outdated)
     missing = _missing(known, state)
@@ -102,7 +102,7 @@ def _diagnose(capsule: Capsule) -> Diagnosis:
         found += [each for circle in circles if (each := _of_circle(circle, gone)) is not None]
         found += [each for other in open_ if (each := _departed(other, gone)) is not None]
     parted, also = _once(known, found)
-    explained = {rank for each in parted if not each.ended for rank in _involved(each)}
+    explained = {rank for each in parted if not each.ended for rank in involved(each)}
     if still is None:
         missing, circles = [], []
     circles = [each for each in circles if not set(each.deviating or each.ranks) & explained]
@@ -129,7 +129,7 @@ def _settled(parting: Parting, gone: dict[int, Parting]) -> Parting:
     """Two sides of one group, decided by what the ranks of one side did over all groups."""
     if parting.decided != "none":
         return parting
-    left = [rank for rank in _involved(parting) if rank in gone]
+    left = [rank for rank in involved(parting) if rank in gone]
     if not left or (set(left) & set(parting.ranks) and set(left) & set(parting.others)):
         return parting
     return gone[left[0]]
@@ -168,7 +168,8 @@ def _departed(missing: Missing, gone: dict[int, Parting]) -> Parting | None:
     return gone[ranks[0]]
 
 
-def _involved(parting: Parting) -> tuple[int, ...]:
+def involved(parting: Parting) -> tuple[int, ...]:
+    """The ranks that may be at fault: those that deviate, or both sides where nothing decides between them."""
     return parting.ranks if parting.decided != "none" else (*parting.ranks, *parting.others)
 
 
@@ -183,7 +184,7 @@ def _once(known: Calls, found: list[Parting]) -> tuple[tuple[Parting, ...], dict
     first: list[Parting] = []
     also: dict[Parting, list[int]] = defaultdict(list)
     for each in sorted(found, key=moment):
-        earlier = next((other for other in first if set(_involved(each)) & set(_involved(other))), None)
+        earlier = next((other for other in first if set(involved(each)) & set(involved(other))), None)
         if earlier is None:
             first.append(each)
         elif each.group != earlier.group:

@@ -21,7 +21,8 @@ _LEDGER = (
     "llmconsole show SNAPSHOT --memory says who holds the memory."
 )
 _COLLECTIVES = (
-    "A Recorder in the training script writes them. Without it: set TORCH_FR_BUFFER_SIZE=2000 and "
+    "A Recorder in the training script writes them. Without it: set TORCH_FR_BUFFER_SIZE=2000 "
+    "(TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and "
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give the directory of the dumps to llmconsole show DUMPS --ranks."
 )
 
@@ -64,10 +65,11 @@ def print_ranks(args: argparse.Namespace, look: Look) -> int:
     if args.json:
         print_json(Machine(ranks=found))
         return 0
-    if not found.count:
-        return _nothing("neither collectives nor times of ranks were captured", _COLLECTIVES)
-    from ..ui.views.ranks import grid_text
+    from ..ui.views.ranks import ONE_PROCESS, grid_text
 
+    if not found.count:
+        alone = look("contents")["world_size"] == 1
+        return _nothing("neither collectives nor times of ranks were captured", ONE_PROCESS if alone else _COLLECTIVES)
     screen.print(grid_text(found, screen.width))
     return 0
 

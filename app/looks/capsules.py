@@ -53,6 +53,7 @@ def contents(path: str, known: str = "") -> Contents | None:
         series=tuple(dict.fromkeys(key.name for key in capsule.scalar_keys())),
         has={name: capsule.has(name) for name in _EVIDENCE},
         trigger_step=capsule.trigger.step if capsule.trigger else None,
+        world_size=(run.world_size or 0) if (run := capsule.manifest.run) is not None else 0,
         changed=last_write(stamp),
         version=version,
     )

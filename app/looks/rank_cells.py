@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...analyzers.distributed.alignment import ABSENT, Grid, Parting, grid
 from ...analyzers.distributed.collectives import Calls
-from ...analyzers.distributed.diagnosis import Diagnosis
+from ...analyzers.distributed.diagnosis import Diagnosis, involved
 
 #: What a cell says: missing, done, waiting, differs, not kept (lost, forgotten by its buffer, no dump) or not asked.
 MISSING, DONE, WAITING, DIFFERS, BEFORE = range(5)
@@ -32,6 +32,7 @@ class Cells:
         cells: int8 [ranks, columns].
         row: int64 [ranks, columns], the row in the table of calls, ABSENT where there is none.
         first: the first column in which ranks differ, None where they do not.
+        undecided: the ranks of both sides of columns in which nothing tells who is right; all of them differ alike.
     """
 
     group: int
@@ -41,6 +42,7 @@ class Cells:
     cells: NDArray[np.int8]
     row: NDArray[np.int64]
     first: int | None
+    undecided: dict[int, tuple[int, ...]]
 
 
 def of_group(told: Diagnosis, index: int) -> Cells | None:
@@ -57,23 +59,28 @@ def of_group(told: Diagnosis, index: int) -> Cells | None:
     cells = _states(calls, placed, [rank in calls.spoke for rank in members])
     _count(calls, index, members, numbers, placed, cells, own)
     cells[:, ~asked] = np.where(placed[:, ~asked] == ABSENT, BEFORE, cells[:, ~asked])
-    for rank, column in marks:
-        if placed[members.index(rank), column] != ABSENT:
-            cells[members.index(rank), column] = DIFFERS
+    undecided: dict[int, tuple[int, ...]] = {}
+    for parting, column in marks:
+        at = np.flatnonzero(np.isin(members, involved(parting)))
+        if parting.decided == "none":  # what one side alone calls is a difference of both
+            undecided[column] = tuple(members[each] for each in at)
+        else:
+            at = at[placed[at, column] != ABSENT]
+        cells[at, column] = DIFFERS
     return Cells(
         index, str(calls.groups[index]), tuple(members), tuple(numbers.tolist()), cells, placed,
-        _first(told, index, numbers, cells, [column for _, column in marks]),
+        _first(told, index, numbers, cells, [column for _, column in marks]), undecided,
     )  # fmt: skip
 
 
 def _aligned(
     known: Grid, partings: Iterable[Parting]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], list[tuple[int, int]]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], list[tuple[Parting, int]]]:
     """Rows of the calls with each rank's calls under those that it made together with the others.
 
     Returns:
-        Rows [ranks, columns], the number of each column, whether all members were to make its call, and the cells
-        (rank, column) that differ.
+        Rows [ranks, columns], the number of each column, whether all members were to make its call, and the columns in
+        which the ranks of a parting differ.
     """
     partings = list(partings)
     columns = len(known.numbers)
@@ -86,7 +93,6 @@ def _aligned(
     place = np.arange(columns + longest) + np.cumsum(np.append(inserted[:columns], np.zeros(longest, np.int64)))
     width = int(place[-1]) + 1
     row = np.full((len(known.ranks), width), ABSENT, np.int64)
-    marks: list[tuple[int, int]] = []
     for index, rank in enumerate(known.ranks.tolist()):
         where = place[:columns].copy()
         for each in partings:
@@ -95,15 +101,15 @@ def _aligned(
             start, length = at[each], each.length
             if each.edit == "skipped":
                 where[start:] = place[start + length : columns + length]
-                marks += [(rank, int(place[start + step])) for step in range(length)]
             elif each.edit == "added":
                 new = int(place[start]) - length
                 where[start : start + length] = np.arange(new, new + length)[: columns - start]
                 where[start + length :] = place[start : columns - length]
-                marks += [(rank, new + step) for step in range(length)]
-            else:
-                marks += [(rank, int(place[start + step])) for step in range(each.length) if start + step < columns]
         row[index, where] = known.row[index]
+    marks: list[tuple[Parting, int]] = []
+    for each in partings:
+        first = int(place[at[each]]) - (each.length if each.edit == "added" else 0)
+        marks += [(each, first + step) for step in range(each.length) if first + step < width]
     numbers = np.full(width, -1, np.int64)
     numbers[place[:columns]] = known.numbers
     asked = numbers >= 0
@@ -112,7 +118,7 @@ def _aligned(
     asked[place[columns:]] = True
     keep = ~empty
     shift = np.cumsum(keep) - 1
-    return row[:, keep], numbers[keep], asked[keep], [(rank, int(shift[c])) for rank, c in marks if keep[c]]
+    return row[:, keep], numbers[keep], asked[keep], [(each, int(shift[c])) for each, c in marks if keep[c]]
 
 
 def _states(calls: Calls, row: NDArray[np.int64], spoke: list[bool]) -> NDArray[np.int8]:

@@ -162,8 +162,10 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
     column, made = group.cells[:, at], group.row[:, at]
     ranks = np.array(group.ranks)
     head = f"seq {group.numbers[at]:,}" if group.numbers[at] >= 0 else "a call of its own"
+    if sides := group.undecided.get(at):
+        head += f" · {_undecided(sides)}"
     for words, code in (("differs", DIFFERS), ("missing", MISSING)):
-        if (who := ranks[column == code]).size:
+        if not (sides and code == DIFFERS) and (who := ranks[column == code]).size:
             head += f" · {words}: rank {_listed(who)}"
     for words, code in (("done", DONE), ("waiting", WAITING)):
         if count := int((column == code).sum()):
@@ -171,7 +173,8 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
     usual = made[(made >= 0) & (column != DIFFERS)]
     if (meant := usual if usual.size else made[made >= 0]).size:
         signatures = Counter(calls.table.signature[meant].tolist())
-        head += f" · {one_line(str(calls.signatures[signatures.most_common(1)[0][0]]), 120)}"
+        calls_here = [str(calls.signatures[each]) for each, _ in signatures.most_common(2 if sides else 1)]
+        head += f" · {' or '.join(one_line(each, 120) for each in calls_here)}"
     state = {
         MISSING: "never came to it",
         DONE: "done",
@@ -184,7 +187,9 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
     elif reached is not None and group.numbers[at] <= reached.completed and (group.row[row, :at] >= 0).any():
         state[BEFORE] = f"done, as its last number ({reached.completed:,}) says; its record is lost"
     here = f"rank {group.ranks[row]}: "
-    if column[row] == DIFFERS:
+    if column[row] == DIFFERS and made[row] < 0:
+        here += "made no such call here"
+    elif column[row] == DIFFERS:
         here += f"did {_words(calls, int(made[row]))}"
     else:
         here += state[int(column[row])]
@@ -204,6 +209,13 @@ def _detail(calls: Calls, group: Cells, at: int, row: int) -> tuple[str, ...]:
         elif made[row] >= 0 and (frame := calls.frame(int(made[row]))) is not None:
             here += f"  {one_line(frame, 200)}"
     return head, here
+
+
+def _undecided(ranks: tuple[int, ...]) -> str:
+    """That ranks differ, and that no rule says which of them is right."""
+    if len(ranks) == 2:
+        return f"rank {ranks[0]} and rank {ranks[1]} differ; of two nothing tells which"
+    return f"rank {_listed(np.array(ranks))} differ; nothing tells which"
 
 
 def _words(calls: Calls, row: int) -> str:

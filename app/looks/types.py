@@ -8,13 +8,17 @@ from ..columns import Columns
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What views a capsule can fill; ``changed`` is Unix seconds of the last write, ``version`` differs after each."""
+    """What views a capsule can fill; ``changed`` is Unix seconds of the last write, ``version`` differs after each.
+
+    ``world_size``: processes of the job as the manifest says, 0 where it does not.
+    """
 
     status: str
     ranks: tuple[int, ...]
     series: tuple[str, ...]
     has: dict[str, bool]
     trigger_step: int | None
+    world_size: int = 0
     changed: float = 0.0
     version: str = ""
 

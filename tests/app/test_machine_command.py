@@ -62,6 +62,16 @@ def test_what_was_not_captured_is_said(cli: Run, tmp_path: Path) -> None:
         assert command.get(option, "") in " ".join(done.stdout.split())
 
 
+def test_a_job_of_one_process_is_not_sent_for_dumps(cli: Run, tmp_path: Path) -> None:
+    for world_size, sent in ((1, False), (2, True)):
+        path = tmp_path / f"{world_size}.capsule"
+        with CapsuleWriter(path, title="bare", manifest={"run": {"world_size": world_size}}) as writer:
+            writer.scalars("loss", step=[0], value=[1.0], rank=0)
+        words = " ".join(cli("show", str(path), "--ranks").stdout.split())
+        assert ("TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9)" in words) is sent
+        assert ("This job ran in one process" in words) is not sent
+
+
 def test_the_doctor_says_where_keys_are_changed_and_what_is_wrong_there(cli: Run, tmp_path: Path) -> None:
     config = tmp_path / "config"
     assert "keys.toml" in cli("doctor", "--json", XDG_CONFIG_HOME=str(config)).stdout

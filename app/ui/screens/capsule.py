@@ -199,7 +199,8 @@ class CapsuleScreen(Screen[None]):
             self._open.reload()
         else:
             self._open = None
-            words = needs_capsule(f"The {kind.name_}", self.entry) if kind in _STAY else f"Not captured. {kind.teach}"
+            stays = kind in _STAY
+            words = needs_capsule(f"The {kind.name_}", self.entry) if stays else kind.missing(self._contents)
             await area.mount(Static(words, classes="teach", markup=False))
 
     @property

@@ -11,6 +11,7 @@ from textual.message import Message
 from ..link import Answer, Channel
 
 if TYPE_CHECKING:
+    from ...looks.types import Contents
     from ..app import Console
 
 
@@ -40,6 +41,11 @@ class View(Vertical, can_focus=True):
         super().__init__()
         self.path = path
         self.step: float | None = None
+
+    @classmethod
+    def missing(cls, contents: Contents) -> str:
+        """What stands in place of the view where its evidence was not captured."""
+        return f"Not captured. {cls.teach}"
 
     def ask(self, method: str, key: str = "", *, channel: Channel | None = None, **params: Any) -> None:
         """Put a question about this capsule; ``answered`` gets the result."""

@@ -30,8 +30,8 @@ class LatencyView(View):
     needs = "records.requests"
     channel = "table"
     teach = (
-        'record requests: writer.record("requests", {"id": …, "queue": seconds, "prefill": seconds, "ttft": seconds, '
-        '"worker": …}); the importer reads them from bench results and logs'
+        "No log or bench result is read for requests yet. Write them from the server with CapsuleWriter: "
+        'writer.record("requests", {"id": …, "queue": seconds, "prefill": seconds, "ttft": seconds, "worker": …})'
     )
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("latency")]
     DEFAULT_CSS = """

@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.widgets import Static
 
-from ...looks.types import RankRow, RanksGrid
+from ...looks.types import Contents, RankRow, RanksGrid
 from ...numbers import duration
 from ...text import one_line
 from ..actions import bindings
@@ -23,8 +23,18 @@ _STYLES = {"·": "bright_black", "○": "yellow", "✗": "bold red", " ": "on gr
 _TIMES = (("C", "green"), ("M", "cyan"), ("D", "yellow"))
 _LEGEND = " · done ○ waiting ✗ differs - not kept, or not asked; blank missing"
 _BARS = "  C compute M comms D data"
+#: The tag of how a rank ended, and the words that explain it.
+_ENDS = {
+    "exception": ("err", "an exception"),
+    "signal": ("sig", "a signal"),
+    "oom": ("oom", "out of memory"),
+    "hang": ("hang", "stood still"),
+}
 
-#: Lines beside the rows of the grid: where, two of detail, the cursor's sign, legend.
+#: What a job of one process is told.
+ONE_PROCESS = "This job ran in one process: there are no ranks to compare."
+
+#: Lines beside the rows of the grid: where, two of detail, the cursor's sign, two of legend.
 _FRAME = 6
 _LABEL = 11
 _BAR = 20
@@ -37,7 +47,8 @@ class RanksView(View):
     needs = "records.collectives|records.ranks"
     channel = "table"
     teach = (
-        "run with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and import the dumps of all "
+        "A Recorder on every rank keeps the calls. Without it run with TORCH_FR_BUFFER_SIZE=2000 "
+        "(TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and import the dumps of all "
         "ranks: llmconsole import DUMPS -o DIR"
     )
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("ranks")]
@@ -51,6 +62,11 @@ class RanksView(View):
         self._group: str | None = None
         self._at: int | None = None
         self._row: int | None = None
+
+    @classmethod
+    def missing(cls, contents: Contents) -> str:
+        """One process calls nobody: there is nothing to collect."""
+        return ONE_PROCESS if contents.world_size == 1 else super().missing(contents)
 
     @property
     def twin(self) -> str:
@@ -119,7 +135,8 @@ def grid_text(grid: RanksGrid, width: int) -> Text:
     timed = grid.longest_ms > 0
     for index, row in enumerate(grid.rows):
         here = grid.top + index == grid.row
-        text.append(f"{'▸' if here else ' '}{row.rank:>4} {one_line(row.exit)[:4]:<5}", "bold" if here else "")
+        tag = _ENDS.get(row.exit, (one_line(row.exit)[:4], ""))[0]
+        text.append(f"{'▸' if here else ' '}{row.rank:>4} {tag:<5}", "bold" if here else "")
         for piece, reverse in (
             (row.cells[:cursor], ""),
             (row.cells[cursor : cursor + 1], " reverse"),
@@ -133,19 +150,26 @@ def grid_text(grid: RanksGrid, width: int) -> Text:
             _bar(text, row, grid.longest_ms, room)
         text.append("\n")
     text.append((_LEGEND if shown else "") + (_BARS if timed else ""), "bright_black")
+    ends = {each.exit for each in grid.rows}
+    if explained := ", ".join(f"{tag} {words}" for kind, (tag, words) in _ENDS.items() if kind in ends):
+        text.append(f"\n how a rank ended: {explained}", "bright_black")
     return text
 
 
 def _head(grid: RanksGrid) -> str:
     if not grid.columns:
-        return f"{grid.count} ranks · {grid.note}"
+        return f"{_ranks(grid.count)} · {grid.note}"
     place = next((index for index, each in enumerate(grid.groups, start=1) if each == grid.group), 1)
     words = one_line(grid.group, 40) + (f" {place} of {len(grid.groups)}" if len(grid.groups) > 1 else "")
     words += f" · {grid.columns:,} calls · "
     none = "no difference among collectives" if grid.note else "no difference"
     words += none if grid.first is None else f"first difference at {grid.first + 1:,}"
-    words += f" · {grid.count} ranks"
+    words += f" · {_ranks(grid.count)}"
     return f"{words} · {one_line(grid.note)}" if grid.note else words
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def _bar(text: Text, row: RankRow, longest: float, room: int) -> None:

@@ -140,3 +140,57 @@ def test_calls_that_the_last_numbers_of_a_rank_cover_are_lost_records_and_not_mi
     assert at(3) == "rank 2: done, as its last number (3) says; its record is lost"
     assert at(4) == "rank 2: in it, not done"
     assert at(5) == "rank 2: never came to it; its last is seq 4, whose record is lost"
+
+
+def played(path: Path, *ranks_: list[str]) -> str:
+    """A job whose ranks call operations in order; the last call of each does not end."""
+    common = {"group_ranks": list(range(len(ranks_)))}
+    return write(
+        path,
+        [
+            record(rank, seq, "started" if seq == len(ops) - 1 else "completed", op=op, **common)
+            for rank, ops in enumerate(ranks_)
+            for seq, op in enumerate(ops)
+        ],
+    )
+
+
+def test_two_ranks_that_differ_are_marked_alike_since_nothing_tells_which_is_right(tmp_path: Path):
+    path = played(tmp_path, ["all_reduce", "broadcast"], ["all_reduce", "all_gather"])
+    assert cells(path) == ["·✗", "·✗"]
+    head, here = ranks(path, columns=40, rows=40).detail
+    words = "seq 1 · rank 0 and rank 1 differ; of two nothing tells which"
+    assert head == f"{words} · broadcast float32 [8] or all_gather float32 [8]"
+    assert here == "rank 0: did broadcast float32 [8]"
+
+
+def test_a_call_that_one_of_two_ranks_adds_or_the_other_skips_is_marked_on_both_and_shifts_nothing(tmp_path: Path):
+    usual = ["all_reduce", "broadcast", "all_gather", "reduce", "barrier", "all_reduce"]
+    more = [*usual[:2], "scatter", *usual[2:]]
+    for index, (rows, own) in enumerate((((usual, more), 1), ((more, usual), 0))):
+        path = played(tmp_path / str(index), *rows)
+        assert cells(path)[0][:6] == cells(path)[1][:6] == "··✗···"
+        head, here = ranks(path, columns=40, rows=40, row=own).detail
+        assert "rank 0 and rank 1 differ; of two nothing tells which · scatter float32 [8]" in head
+        assert here == f"rank {own}: did scatter float32 [8]"
+        assert ranks(path, columns=40, rows=40, row=1 - own).detail[1] == f"rank {1 - own}: made no such call here"
+
+
+def test_sides_of_equal_size_are_marked_alike_and_a_majority_decides(tmp_path: Path):
+    one, other = ["all_reduce", "broadcast"], ["all_reduce", "all_gather"]
+    path = played(tmp_path / "equal", one, one, other, other)
+    assert cells(path) == ["·✗"] * 4
+    assert "rank 0, 1, 2, 3 differ; nothing tells which" in ranks(path, columns=40, rows=40).detail[0]
+    path = played(tmp_path / "most", one, other, other)
+    assert cells(path) == ["·✗", "·○", "·○"]
+    assert "differs: rank 0 · 2 waiting" in ranks(path, columns=40, rows=40).detail[0]
+
+
+def test_how_a_rank_ended_is_a_short_word_that_the_legend_explains(tmp_path: Path):
+    ends = [{"rank": rank, "exit": {"kind": kind}} for rank, kind in enumerate(("exception", "oom", "ok"))]
+    lines = grid_text(ranks(write(tmp_path / "ended", [record(0, 0)], ends), columns=9, rows=9), 80).plain.split("\n")
+    assert [line[1:10].split() for line in lines[4:7]] == [["0", "err"], ["1", "oom"], ["2"]]
+    assert lines[-1] == " how a rank ended: err an exception, oom out of memory"
+    well = [{"rank": rank, "exit": {"kind": "ok"}} for rank in (0, 1, 2)]
+    lines = grid_text(ranks(write(tmp_path / "well", [record(0, 0)], well), columns=9, rows=9), 80).plain.split("\n")
+    assert "ended" not in lines[-1]

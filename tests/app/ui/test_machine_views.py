@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from llmconsole.app.ui.app import Console
 from llmconsole.app.ui.screens.capsule import CapsuleScreen
 from llmconsole.app.ui.views.ranks import RanksView
 from llmconsole.app.ui.widgets.rows import Rows
 from llmconsole.capsules import CapsuleWriter
 
+Make = Callable[..., Path]
 Until = Callable[..., Any]
 
 
@@ -58,6 +60,29 @@ def test_64_ranks_open_at_the_first_difference_and_the_cursor_stays_in_the_middl
             await until(pilot, lambda: "4 GiB" in text(console, "#ledger"), "the ledger")
             assert "WWW" in text(console, "#ledger")
             await pilot.press("7")
-            await until(pilot, lambda: "record requests" in text(console, ".teach"), "what is missing is taught")
+            await until(
+                pilot, lambda: 'writer.record("requests"' in text(console, ".teach"), "what is missing is taught"
+            )
+            assert "No log or bench result is read for requests yet" in " ".join(text(console, ".teach").split())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("world_size", "words"), [(1, "ran in one process"), (2, "TORCH_FR_BUFFER_SIZE=2000")])
+def test_ranks_are_taught_to_be_recorded_unless_the_job_is_one_process(
+    tmp_path: Path, make_capsule: Make, until: Until, world_size: int, words: str
+) -> None:
+    make_capsule("bare", run={"world_size": world_size})
+
+    async def scenario() -> None:
+        console = Console(tmp_path, remember=False)
+        async with console.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: len(console.screen.query_one("#capsules", Rows)) == 1, "listed")
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(console.screen, CapsuleScreen), "open")
+            await pilot.press("6")
+            await until(pilot, lambda: bool(console.screen.query(".teach")), "taught")
+            await until(pilot, lambda: words in text(console, ".teach"), "as the job is")
+            assert ("DUMPS" in text(console, ".teach")) is (world_size > 1)
 
     asyncio.run(scenario())
