@@ -17,21 +17,32 @@ _MOST_TEXT = 600
 
 
 def head(found: Yielded, capsule: str) -> Iterator[Text]:
-    """How many batches were taken and why it ended there."""
-    counts = ", ".join(f"{count} {split}" for split, count in found.batches.items()) or "no"
-    total = sum(found.batches.values())
+    """Which batches were taken, why it ended there, and where they were written."""
     why = {
-        "limit": "",
-        "exhausted": ": all that there is",
-        "time": ": then the time was over",
-        "error": ": then it raised",
+        "limit": "; --batches N for more",
+        "exhausted": "",
+        "time": "; then the time was over, --timeout S for more",
+        "error": "; then it raised",
     }[found.ended]
-    yield Text(f" {counts} {'batch' if total == 1 else 'batches'} in {found.seconds:.3g} s{why}", "bold")
+    yield Text(f" {extent(found)} in {found.seconds:.3g} s{why}", "bold")
     if found.problem:
         yield Text(f" {one_line(found.problem)}", "red")
     for note in found.notes:
         yield Text(f" {one_line(note)}", "yellow")
-    yield Text(f" {one_line(capsule)}", _DIM)
+    yield Text(f" written to {one_line(capsule)}", _DIM)
+
+
+def extent(found: Yielded) -> str:
+    """What was seen of each loader: all of it, or only its first batches."""
+    parts: list[str] = []
+    for split, exhausted in found.exhausted.items():
+        count = found.batches.get(split, 0)
+        which = ("the only" if exhausted else "the first") if count == 1 else "no"
+        if count > 1:
+            which = f"all {count:,}" if exhausted else f"the first {count:,}"
+        name = "training" if split == "train" else split
+        parts.append(f"{which} {'batches' if count > 1 else 'batch'} of the {name} loader")
+    return " and ".join(parts)
 
 
 def fields(found: Yielded) -> Table:
@@ -77,7 +88,7 @@ def facts(found: Yielded, *, ascii_only: bool) -> Iterator[Text]:
         parts = [f"{same.within_train} of {same.train:,} training samples come again"]
         if same.validation:
             parts.append(f"{same.within_validation} of {same.validation:,} validation samples")
-            parts.append(f"{same.between} are in both splits")
+            parts.append(f"{same.between} of these are in both splits")
         yield Text(f" duplicates  {', '.join(parts)}")
 
 

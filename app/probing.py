@@ -100,12 +100,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class Yielded(msgspec.Struct, frozen=True, kw_only=True):
     """What the loader yielded.
 
-    ``ended``: at the number asked for (limit), with the loader's last batch (exhausted), at the time limit (time) or
-    because the loader raised (error, and ``problem`` says what).
+    ``ended``: at the number asked for (limit), with the last batch of every loader (exhausted), at the time limit
+    (time) or because a loader raised (error, and ``problem`` says what). ``exhausted``: of each split that was asked
+    for, whether its last batch was taken; where it was not, what is said holds of ``batches`` alone.
     """
 
     batches: dict[str, int]
     ended: Literal["limit", "exhausted", "time", "error"]
+    exhausted: dict[str, bool]
     seconds: float
     problem: str | None = None
     tokenizer: str | None = None
@@ -173,6 +175,7 @@ def probe(request: dict[str, Any], timeout: float) -> Yielded:
         lines = _printed(printed)
     if answer is None:
         took = f"gave no batch within {timeout:g} s and was stopped; --timeout raises the limit"
+        took += ". Importing a module runs it: name one that only makes the loader"
         raise CommandError(f"{request['loader']}: {took}")
     try:
         content = json.loads(answer)

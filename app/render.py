@@ -37,18 +37,18 @@ _INDENT = 3
 _MOST_LINES = 8
 
 
-def print_report(report: Report | CapsuleReport, console: Console) -> None:
-    """Print a report, one block a capsule."""
+def print_report(report: Report | CapsuleReport, console: Console, *, within: str = "") -> None:
+    """Print a report, one block a capsule; ``within`` names the part that was read, where it was not all."""
     reports = report.reports if isinstance(report, Report) else (report,)
     for number, each in enumerate(reports):
         if number:
             console.print()
         healthy = exit_status(each) == 0 and not each.errors
         brief = len(reports) > 1 and healthy
-        console.print(capsule_block(each, console.width, brief=brief))
+        console.print(capsule_block(each, console.width, brief=brief, within=within))
 
 
-def capsule_block(report: CapsuleReport, width: int, *, brief: bool = False) -> RenderableType:
+def capsule_block(report: CapsuleReport, width: int, *, brief: bool = False, within: str = "") -> RenderableType:
     """One capsule: ladder, first divergence with what follows from it, other findings, what was not said.
 
     ``brief`` leaves out notes and silence, so that of many capsules the healthy ones take three lines each.
@@ -56,10 +56,10 @@ def capsule_block(report: CapsuleReport, width: int, *, brief: bool = False) -> 
     first = _first(report)
     rows: list[RenderableType] = [_title(report, width), ladder_line(report, width), Text()]
     if brief:
-        return Group(rows[0], rows[1], _nothing_diverged(report))
+        return Group(rows[0], rows[1], _nothing_diverged(report, within))
     told: set[int] = set()
     if first is None and (report.quiet or report.findings or not report.errors):
-        rows.append(_nothing_diverged(report))
+        rows.append(_nothing_diverged(report, within))
     for finding in ([first] if first else []) + [each for each in report.findings if _is_loud(each)]:
         if id(finding) in told:
             continue
@@ -193,7 +193,7 @@ def _title(report: CapsuleReport, width: int) -> RenderableType:
     return line
 
 
-def _nothing_diverged(report: CapsuleReport) -> Text:
+def _nothing_diverged(report: CapsuleReport, within: str) -> Text:
     ran = len(report.quiet) + len({each.rule for each in report.findings})
     unread = any(each.rule == IMPORT for each in report.errors)
     if unread and not judged(report):
@@ -204,6 +204,8 @@ def _nothing_diverged(report: CapsuleReport) -> Text:
         return Text(" ? No divergence was found, but see below", "yellow")
     if unread:
         return Text(f" ? Nothing found in what could be read: {_count(ran, 'rule')} ran", "yellow")
+    if within:
+        return Text(f" ? Nothing found in {within}: {_count(ran, 'rule')} ran; the rest was not read", "yellow")
     return Text(f" ✓ Nothing found: {_count(ran, 'rule')} ran", "green")
 
 

@@ -37,7 +37,8 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
 
     How it decides:
         A digest is in both splits: confirmed. Critical from 10 % of the validation samples on, warning below; info
-        where all common samples are so short (below 8 tokens) that they are alike by chance.
+        where all common samples are so short (below 8 tokens) that they are alike by chance. None is in both, and of
+        a loader only the first batches were read: undetermined (info), with how many.
 
     Looks like it but is not:
         Ids that are alike because each split counts from 0: content decides, never an id. An overfit run that says so.
@@ -78,6 +79,8 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
         raise NotJudged("samples of training and of validation are needed")
     common = [digest for digest in held if digest in train]
     if not common:
+        if part := _read_in_part(capsule):
+            yield part
         return
     short = [digest for digest in common if (held[digest][1] or T.LEAK_MIN_TOKENS) < T.LEAK_MIN_TOKENS]
     share = len(common) / len(held)
@@ -101,6 +104,27 @@ def split_leak(capsule: Capsule) -> Iterator[Finding]:
         cause="the splits were made after chunking, or from overlapping sources",
         next=("print a common sample and search both sources for it",),
         fix=("split by document first, and drop duplicates across splits by digest",),
+    )
+
+
+def _read_in_part(capsule: Capsule) -> Finding | None:
+    """What no common sample says where loaders were not read to their end; None where they were, or nothing says."""
+    read = [event for event in capsule.records("events") if event.get("kind") == "loader_read"]
+    if all(event.get("exhausted") is not False for event in read):
+        return None
+    parts = [
+        f"{'all' if event.get('exhausted') else 'the first'} {event.get('batches')} of "
+        + ("training" if event.get("split") == "train" else str(event.get("split")))
+        for event in read
+    ]
+    return Finding(
+        severity="info",
+        confidence="undetermined",
+        title="Only a part of the loaders was searched for samples that are in both splits",
+        summary=f"Of the batches {' and '.join(parts)} were read: no sample is in both splits there.",
+        where=Where(),
+        evidence=(Evidence(name="common samples", value=0, expected=0, unit="samples", note="in the part read"),),
+        next=("read the loaders to their end: llmconsole probe with --batches",),
     )
 
 

@@ -1,9 +1,10 @@
 """What a data loader yields, before any training: fields, samples, lengths, labels, masks, padding, duplicates.
 
 LOADER is module:attribute, looked for in the working directory first: a DataLoader, any iterable, or a function that
-makes one. It is your own code and it is run, in a process of its own with a time limit. The batches become a capsule
-and the data rules judge it. Exit status: 0 nothing found, 1 findings of severity warning or above, 2 where the loader
-cannot be used or raises.
+makes one. It is your own code and it is run, in a process of its own with a time limit. Importing a module runs it: a
+script that trains at import would train, so name a module that only makes the loader, or put the training under
+`if __name__ == "__main__":`. The batches become a capsule, whose place is printed, and the data rules judge it. Exit
+status: 0 nothing found, 1 findings of severity warning or above, 2 where the loader cannot be used or raises.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("loader", metavar="LOADER", help="module:attribute")
     parser.add_argument("--validation", metavar="LOADER", help="the loader of the validation split")
     parser.add_argument("--tokenizer", metavar="NAME", help="module:attribute of the tokenizer (found in the loader)")
-    parser.add_argument("--batches", type=_count, default=BATCHES, metavar="N", help=f"batches taken ({BATCHES})")
+    parser.add_argument(
+        "--batches", type=_count, default=BATCHES, metavar="N", help=f"batches taken of each ({BATCHES})"
+    )
     parser.add_argument(
         "--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help=f"seconds for all of them ({TIMEOUT_S:g})"
     )
@@ -126,7 +129,8 @@ def _print(found: Probe) -> None:
     for line in table.printed(found.yielded):
         screen.print(line)
     screen.print()
-    print_report(found.report, screen)
+    complete = all(found.yielded.exhausted.values())
+    print_report(found.report, screen, within="" if complete else table.extent(found.yielded))
 
 
 def _count(text: str) -> int:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -78,40 +79,60 @@ def _probe(request: dict[str, Any], answer: Any) -> dict[str, Any]:
     with CapsuleWriter(path, title=f"what {spec} yields", phase="training", manifest=manifest) as writer:
         taker = taking.Taker(writer, taking.text_of(tokenizer), facts.get("pad_id"))
         problem: str | None = None
+        exhausted = dict.fromkeys(loaders, False)
+        ended: Ended = "time"  # until every loader was taken from
 
-        def finish(ended: Ended) -> dict[str, Any]:
+        def finish() -> dict[str, Any]:
+            writer.records(
+                "events",
+                [
+                    {
+                        "kind": "loader_read",
+                        "split": split,
+                        "batches": taker.taken[split],
+                        "exhausted": exhausted[split],
+                    }
+                    for split in loaders
+                ],
+            )
             writer.close()
             return {
                 **taker.summary(),
                 "tokenizer": str(manifest["identity"]["tokenizer"]["name"]) if facts else None,
                 "ended": ended,
+                "exhausted": exhausted,
                 "problem": problem,
                 "seconds": time.monotonic() - began,
             }
 
         def watch() -> None:
             with taker.lock:
-                answer(finish("time"))
+                answer(finish())
 
         watchdog = threading.Timer(max(0.1, request["timeout"] - (time.monotonic() - began)), watch)
         watchdog.daemon = True
         watchdog.start()
-        ended: Ended = "limit"
-        for split, loader in loaders.items():
-            try:
-                for batch in take(loader, request["batches"]):
+        left: dict[str, Iterator[Any]] = {}
+        split = ""
+        try:
+            for split, loader in loaders.items():
+                left[split] = iter(loader)
+                for batch in take(left[split], request["batches"]):
                     taker.add(batch, split)
-            except EvidenceError:
-                raise
-            except (Exception, SystemExit) as error:
-                problem = said(f"batch {taker.taken[split]} of {split}", error)
-                ended = "error"
-                break
-            if taker.taken[split] < request["batches"]:
-                ended = "exhausted"
+                exhausted[split] = taker.taken[split] < request["batches"]
+            # Whether that was all tells one batch more. It comes last: it may be long in coming, and costs no evidence.
+            ended = "limit"
+            for split, batches in left.items():
+                exhausted[split] = exhausted[split] or not any(True for _ in take(batches, 1))
+            ended = "exhausted" if all(exhausted.values()) else "limit"
+        except EvidenceError:
+            raise
+        except (Exception, SystemExit) as error:
+            problem = said(f"batch {taker.taken[split]} of {split}", error)
+            ended = "error"
         watchdog.cancel()
         with taker.lock:
-            return finish(ended)
+            return finish()
 
 
 def _made(tokenizer: Any) -> Any:

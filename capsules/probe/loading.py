@@ -80,7 +80,7 @@ def _is_iterable(value: Any) -> bool:
 
 
 def take(loader: Any, count: int) -> Iterator[Any]:
-    """The first batches of a loader."""
+    """The first batches of a loader; of its iterator, the next ones."""
     batches = iter(loader)
     for _ in range(count):
         try:

@@ -42,6 +42,9 @@ class Event(Record):
     supervised: bool | None = None
     batches: Count | None = None
     loss: float | None = None
+    # loader_read (how many batches were taken of a split's loader, and whether that was all of it)
+    split: str | None = None
+    exhausted: bool | None = None
     # checkpoint_saved, checkpoint_loaded (what the file holds, what was taken over), weights_loaded, weights_updated
     path: str | None = None
     contents: list[str] | None = None

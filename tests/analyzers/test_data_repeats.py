@@ -220,6 +220,27 @@ def test_short_answers_alike_by_chance_are_noted_and_one_split_is_not_judged(bui
     assert report.skipped
 
 
+@pytest.mark.fires(LEAK)
+@pytest.mark.quiet(LEAK)
+@pytest.mark.parametrize("ends", [(True, True), (False, True), (True, False)])
+def test_no_common_sample_in_a_part_of_the_loaders_is_undetermined(build, findings_of, ends):
+    def fill(writer):
+        writer.records("samples", split(range(4), "train") + split(range(10, 14), "validation"))
+        for name, exhausted in zip(("train", "validation"), ends, strict=True):
+            event = {"kind": "loader_read", "split": name, "batches": 64, "exhausted": exhausted}
+            writer.record("events", event)
+
+    found = findings_of(LEAK, build(fill))
+    if all(ends):
+        assert not found
+        return
+    finding, _ = one(found)
+    assert (finding.severity, finding.confidence) == ("info", "undetermined")
+    parts = ["all 64" if each else "the first 64" for each in ends]
+    assert f"{parts[0]} of training and {parts[1]} of validation were read: no sample" in finding.summary
+    assert "--batches" in finding.next[0]
+
+
 # -- variety
 
 

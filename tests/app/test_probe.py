@@ -89,6 +89,7 @@ def test_json_holds_everything_and_the_capsule_is_an_ordinary_one(cli, project):
     document = json.loads(done.stdout)
     assert document["yielded"]["printed"] == ["loading data"]
     assert document["report"]["first_divergence"]["rule"] == "data/split-leak"
+    assert document["yielded"]["exhausted"] == {"train": True, "validation": True}
     capsule = Capsule.open(project / "out" / "probe-mine-loader.capsule")
     assert [each.split for each in capsule.batches()] == ["train"] * 4 + ["validation"]
     assert capsule.manifest.phase == "training"
@@ -121,6 +122,105 @@ def test_a_slow_loader_shows_what_it_gave_and_one_that_is_interrupted_leaves_not
     _, said = running.communicate(timeout=60)
     assert (running.returncode, said) == (130, "llmconsole: interrupted\n")
     assert not list(project.glob("out/*"))
+
+
+LONG = """\
+import itertools
+import time
+
+
+def batches(start, stop):
+    return [{"input_ids": [[at] * 9]} for at in range(start, stop)]
+
+
+loader, exact, validation, other = batches(0, 120), batches(0, 64), batches(70, 80), batches(200, 210)
+
+
+def endless():
+    return ({"input_ids": [[at] * 9]} for at in itertools.count())
+
+
+def stuck():
+    yield from exact
+    time.sleep(600)
+
+
+def failing():
+    yield from exact
+    raise ValueError("shard 7 is gone")
+"""
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    (tmp_path / "long.py").write_text(LONG)
+    return tmp_path
+
+
+FIRST, ALL = "the first 64 batches of the {} loader", "all {} batches of the {} loader"
+TRAIN, HELD = FIRST.format("training"), FIRST.format("validation")
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (["loader", "--validation", "long:validation"], f"{TRAIN} and {ALL.format(10, 'validation')}"),
+        (["other", "--validation", "long:loader"], f"{ALL.format(10, 'training')} and {HELD}"),
+        (["endless", "--validation", "long:other"], f"{TRAIN} and {ALL.format(10, 'validation')}"),
+        (["endless"], TRAIN),
+    ],
+    ids=["leak beyond the limit", "long validation", "endless", "one split"],
+)
+def test_a_loader_that_goes_on_is_judged_in_part_and_says_so(cli, long, given, seen):
+    done = cli("probe", f"long:{given[0]}", *given[1:], "-o", "out", cwd=long)
+    words = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    assert f"{seen} in" in words
+    assert "--batches N for more" in words
+    assert f"? Nothing found in {seen}:" in words
+    assert "✓ Nothing found" not in words
+    assert "all that there is" not in words
+    assert f"written to out/probe-long-{given[0]}.capsule" in words
+    assert ("? data/split-leak" in words) == (len(given) > 1)
+
+
+@pytest.mark.parametrize("limit", ["64", "65"])
+def test_a_loader_as_long_as_the_limit_is_read_to_its_end(cli, long, limit):
+    done = cli("probe", "long:exact", "--validation", "long:validation", "--batches", limit, cwd=long)
+    words = " ".join(done.stdout.split())
+    assert "all 64 batches of the training loader and all 10 batches of the validation loader in" in words
+    assert "for more" not in words
+    assert "✓ Nothing found:" in words
+    assert "data/split-leak" not in words
+
+
+def test_all_batches_show_the_leak(cli, long):
+    command = ["probe", "long:loader", "--validation", "long:validation", "--batches", "120", "--json"]
+    done = cli(*command, cwd=long)
+    document = json.loads(done.stdout)
+    assert document["yielded"]["exhausted"] == {"train": True, "validation": True}
+    assert document["report"]["first_divergence"]["rule"] == "data/split-leak"
+
+
+def test_the_batch_after_the_last_costs_no_evidence(cli, long):
+    done = cli("probe", "long:stuck", "--validation", "long:other", "--timeout", "2", "--json", cwd=long)
+    yielded = json.loads(done.stdout)["yielded"]
+    assert (yielded["ended"], yielded["batches"]) == ("limit", {"train": 64, "validation": 10})
+    assert yielded["exhausted"] == {"train": False, "validation": True}
+    done = cli("probe", "long:failing", "--validation", "long:other", cwd=long)
+    assert done.returncode == 2
+    assert "batch 64 of train raised ValueError: shard 7 is gone" in done.stderr
+    assert "all 10 batches of the validation loader" in " ".join(done.stdout.split())
+
+
+def test_a_script_that_trains_at_import_is_warned_of(cli, tmp_path):
+    said = " ".join(cli("probe", "--help").stdout.split())
+    assert "name a module that only makes the loader" in said
+    (tmp_path / "train.py").write_text("import time\nloader = [1]\ntime.sleep(600)\n")
+    done = cli("probe", "train:loader", "--timeout", "0.1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "name one that only makes the loader" in done.stderr
+    assert not list(tmp_path.glob("*.capsule"))
 
 
 # -- finding the loader
