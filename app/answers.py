@@ -111,6 +111,7 @@ def describe(path: str) -> dict[str, Any]:
     """What a case needs to know of a capsule: identity, digest, and the divergences with the first one in words."""
     from ..analyzers.runner import analyze as run_rules
     from ..capsules.errors import EvidenceError
+    from ..capsules.process import host
 
     if imports.is_raw(path):
         raise EvidenceError(
@@ -120,7 +121,9 @@ def describe(path: str) -> dict[str, Any]:
     report = run_rules(capsule)
     first, trigger = report.first_divergence, capsule.trigger
     divergences = [each for each in report.findings if each.kind == "divergence" and each.severity != "info"]
-    run = capsule.manifest.run
+    manifest, run = capsule.manifest, capsule.manifest.run
+    code = run.code if run else None
+    made = trigger.kind == "imported" if trigger else False  # by an import, whose time says nothing of the job's
     return {
         "id": capsule.id,
         "sha256": capsule.digest(),
@@ -129,6 +132,12 @@ def describe(path: str) -> dict[str, Any]:
         "step": first.where.step if first else (trigger.step if trigger else None),
         "rules": list(dict.fromkeys([*([first.rule] if first else []), *(each.rule for each in divergences)])),
         "symptom": first.summary if first else ((trigger.message or "") if trigger else ""),
+        "recorded": {
+            "created": "" if made else manifest.created or "",
+            "here": manifest.writer is not None and manifest.writer.host == host(),
+            "commit": (code.commit if code else None) or "",
+            "dirty": code.dirty if code else None,
+        },
     }
 
 

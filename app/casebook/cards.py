@@ -55,6 +55,9 @@ class CardError(Exception):
     """The case log cannot take this edit; one line that says why and what to do."""
 
 
+_COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,64})\b")
+
+
 @dataclass(frozen=True)
 class Field:
     """One field of a card and the lines it stands on (``start`` to ``end``, exclusive)."""
@@ -140,6 +143,11 @@ def parse(text: str, *, seed: bool = False) -> tuple[Card, ...]:
 def find(cards: tuple[Card, ...], id: str) -> Card | None:
     """The first case with that id, or None."""
     return next((card for card in cards if card.id == id), None)
+
+
+def fix_commits(card: Card) -> list[str]:
+    """The commits that a card's fix names (``… (commit abc1234)``), in order."""
+    return _COMMIT.findall(card.get("Fix"))
 
 
 def split_lines(text: str) -> list[str]:

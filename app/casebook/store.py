@@ -217,18 +217,33 @@ class Repository:
 
     def reachable(self, commit: str) -> bool:
         """Whether HEAD, a branch or a tag still leads to a commit."""
-        with contextlib.suppress(StoreError):  # it says no by its exit status
-            self._git("merge-base", "--is-ancestor", commit, "HEAD")
+        if self.is_ancestor(commit, "HEAD"):
             return True
         with contextlib.suppress(StoreError):
             return bool(self._git("for-each-ref", "--count=1", "--contains", commit, "--format=%(refname)").strip())
         return False
 
+    def is_ancestor(self, commit: str, of: str) -> bool:
+        """Whether a commit is another one or comes before it in its history."""
+        with contextlib.suppress(StoreError):  # it says no by its exit status
+            self._git("merge-base", "--is-ancestor", commit, of)
+            return True
+        return False
+
+    def authored(self, commit: str) -> float:
+        """When a commit was first made, in Unix seconds: a rebase or cherry-pick keeps that of its author."""
+        return float(min(map(int, self._git("log", "-1", "--format=%at %ct", commit, "--").split())))
+
+    def differing(self, one: str, other: str, leaving_out: Sequence[str] = ()) -> list[str]:
+        """Files that differ between two commits, but for paths below ``leaving_out``."""
+        rows = self._git("diff-tree", "-r", "--no-renames", "--name-only", "-z", one, other, "--").split(b"\0")
+        return _beside([os.fsdecode(row) for row in rows if row], leaving_out)
+
     def changes(self, leaving_out: Sequence[str] = ()) -> list[str]:
         """Tracked files whose content differs from HEAD, staged or not, but for paths below ``leaving_out``."""
         printed = self._git("status", "--porcelain=v1", "--untracked-files=no", "--no-renames", "-z")
         names = [os.fsdecode(row[3:]) for row in printed.split(b"\0") if len(row) > 3]
-        return [name for name in names if not any(name == each or name.startswith(f"{each}/") for each in leaving_out)]
+        return _beside(names, leaving_out)
 
     def add_worktree(self, path: Path, commit: str, environment: Mapping[str, str] | None = None) -> None:
         """Check a commit out into a new directory outside the work tree, on no branch.
@@ -349,6 +364,11 @@ class Repository:
 
     def _git(self, *arguments: str, text: BinaryIO | None = None, env: Mapping[str, str] | None = None) -> bytes:
         return run_git(self._directory, *arguments, text=text, env=env)
+
+
+def _beside(names: Sequence[str], leaving_out: Sequence[str]) -> list[str]:
+    """The paths that are neither one of ``leaving_out`` nor below it."""
+    return [name for name in names if not any(name == each or name.startswith(f"{each}/") for each in leaving_out)]
 
 
 __all__ = ["LOCK_DELAYS", "Repository", "StoreError", "create", "identity", "version"]

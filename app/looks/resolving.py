@@ -55,6 +55,7 @@ def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = No
         found = msgspec.convert(report, CapsuleReport)
     values = _from_report(found, capsule.manifest.phase or "")
     head, root, notes = "", repository, list[str]()
+    code = None
     try:
         code = Repository(Path(repository))
         root = str(code.root)
@@ -71,6 +72,10 @@ def resolve_draft(path: str, repository: str, report: dict[str, Any] | None = No
         own = [card for card in known if not card.seed and (card.id in ids or rule in _rules(card))]
         if own:
             values |= _from_card(own[-1])
+            # What mends a known case is its own fix, until somebody says otherwise.
+            if code is not None and (fix := _fix_of(own[-1], code)) and values.get("fix_commit") != fix[:12]:
+                values["fix_commit"] = fix[:12]
+                head = f"on the card: {fix[:12]} {code.subject(fix)}" + (f"; {head}" if head else "")
         elif alike := [card.id for card in known if card.id in ids]:
             notes.append(f"Filled from report and HEAD. Cases alike: {', '.join(alike)} (esc, then c: read them first)")
     except ResolveError as error:
@@ -153,6 +158,12 @@ def _from_card(card: cards.Card) -> dict[str, str]:
     if word and word[0] in cards.CLASSES:
         known["case_class"] = word[0]
     return {name: text for name, text in known.items() if text is not None}
+
+
+def _fix_of(card: cards.Card, code: Repository) -> str | None:
+    """Full id of the last commit that a card names as its fix and that the repository has, or None."""
+    found = (code.commit_id(name) for name in reversed(cards.fix_commits(card)))
+    return next((commit for commit in found if commit is not None), None)
 
 
 def _incident(path: str, facts: dict[str, Any]) -> Incident:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,15 +22,16 @@ from ..resolve import read as read_log
 from ..store import Repository, StoreError
 from . import plan as plans
 from . import record
+from .at_hand import capsule_of
 from .items import Bench, Result, run_item
 from .plan import ITEMS, Plan, PlanError
 from .record import Facts
+from .recorded import Recorded
 from .workshop import Workshop
 
 if TYPE_CHECKING:
     from ...worker import Worker
 
-_COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,64})\b")
 _LARGEST_PLAN = 1 << 20
 
 #: Told while a gate runs: the item, and a line that its command printed (empty where it begins), or its result.
@@ -75,19 +75,21 @@ class Gate:
     def init(self, capsule: Path | None = None) -> Path:
         """Write the gate's file with what card and git know; what is there already is not replaced.
 
+        Without a capsule, that of the card's newest occurrence is named, where it lies in the repository.
+
         Raises:
             GateError: the file is there, or cannot be written.
         """
         if self.plan_file.exists():
             raise GateError(f"{self.plan_file} is there already; edit it, then llmconsole gate run {self.case}")
-        found = _COMMIT.findall(self.card.get("Fix"))
+        found = cards.fix_commits(self.card)
         fixed = self.repository.commit_id(found[-1]) if found else None
         broken = self.repository.commit_id(f"{fixed}^") if fixed else None
         text = plans.draft(
             broken=(broken or "")[:12],
             fixed=(fixed or "HEAD")[:12],
             test=self.card.get("Regression test").strip(),
-            capsule=self._from_root(capsule),
+            capsule=self._from_root(capsule or capsule_of(self.card.get("Occurrences"), self.repository.root)),
             rules=self.card.get("Rules").replace(",", " ").split(),
         )
         try:
@@ -135,7 +137,8 @@ class Gate:
         """
         plan, content = self.plan()
         broken, fixed = self._revisions(plan)
-        dirty = self.repository.changes(("gates", self._log_name() or "."))
+        own = ("gates", self._log_name() or ".")
+        dirty = self.repository.changes(own)
         if dirty:
             more = f" and {len(dirty) - 1} more" if len(dirty) > 1 else ""
             raise GateError(f"the work tree has changes that are in no commit ({dirty[0]}{more}); commit or stash them")
@@ -145,17 +148,18 @@ class Gate:
         capsule_sha256 = self._capsule_digest(worker, plan)
         item = ""
 
-        def analyze(path: Path, rules: list[str]) -> tuple[dict[str, Any], str]:
+        def analyze(path: Path, rules: list[str]) -> tuple[dict[str, Any], str, Recorded]:
             known = {each["id"] for each in worker.call("rules")["rules"]}
             if unknown := [rule for rule in rules if rule not in known]:
                 raise GateError(f"no rule is called {', '.join(unknown)}; llmconsole rules lists them")
             facts = worker.call("describe", {"path": os.fspath(path)})
-            return worker.call("analyze", {"path": os.fspath(path), "rules": rules}), facts["sha256"]
+            report = worker.call("analyze", {"path": os.fspath(path), "rules": rules})
+            return report, facts["sha256"], msgspec.convert(facts["recorded"], Recorded)
 
         results: list[Result] = []
         try:
             with Workshop(self.repository, lambda line: progress(item, line)) as workshop:
-                bench = Bench(self.repository, workshop, broken, fixed, analyze)
+                bench = Bench(self.repository, workshop, broken, fixed, own, analyze)
                 for item in ITEMS:
                     progress(item, "")
                     results.append(run_item(item, plan, bench))

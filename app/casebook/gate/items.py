@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...text import one_line
 from ..store import Repository, StoreError
 from . import outcomes, performance
 from .outcomes import Judgement, OutcomeError
 from .plan import Documents, Equivalence, Item, Performance, Plan, Regression
+from .recorded import Recorded, order
 from .workshop import Ran, Workshop
 
 Verdict = Literal["passed", "failed", "error", "skipped"]
@@ -25,8 +27,12 @@ Verdict = Literal["passed", "failed", "error", "skipped"]
 #: What unittest says where it found no test, with a status that says success before Python 3.12.
 _NO_TEST = re.compile(r"^Ran 0 tests in ", re.MULTILINE)
 
-#: Analyses a capsule with some rules and gives the report and its digest; the caller owns the worker that does it.
-Analyze = Callable[[Path, list[str]], tuple[dict[str, Any], str]]
+#: What Python says where ``-m`` names a module that is not installed: nothing ran. Python's own errors quote the name.
+_NO_MODULE = re.compile(r"^\S.*: No module named [^\s']+$")
+
+#: Analyses a capsule with some rules and gives the report, its digest and what it says of its recording; the caller
+#: owns the worker that does it.
+Analyze = Callable[[Path, list[str]], tuple[dict[str, Any], str, Recorded]]
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -64,12 +70,16 @@ class Result(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Bench:
-    """What items need to run: the trees, the two commits, and someone who analyses capsules."""
+    """What items need to run: the trees, the two commits, someone who analyses capsules.
+
+    ``own`` are the paths below which the product commits: they are no part of a fix.
+    """
 
     repository: Repository
     workshop: Workshop
     broken: str
     fixed: str
+    own: tuple[str, ...]
     analyze: Analyze
 
 
@@ -111,7 +121,8 @@ def _regression(item: Regression, bench: Bench) -> Result:
         try:
             tests.append(outcomes.read(path))
         except OutcomeError as error:
-            words = f"on the {which} it {error} (exit status {ran.status})"
+            cause = f"the command {_ended(ran)}; " if ran.status else ""
+            words = f"on the {which} {cause}it {error}" + ("" if ran.status else " (exit status 0)")
             return Result(item="regression", verdict="error", words=words, runs=runs)
     judged = outcomes.judge_regression(tests[0], tests[1], status)
     return Result(
@@ -153,10 +164,9 @@ def _green(name: str, item: Item, bench: Bench) -> Result:
     except OutcomeError:  # it is no test runner: its exit status speaks for it
         if not ran.status and _NO_TEST.search(ran.output):
             return Result(item=name, verdict="error", words="collects nothing: no test ran", runs=runs)
-        judged = Judgement(
-            "failed" if ran.status else "passed",
-            f"ends with status {ran.status}" if ran.status else "the command succeeds",
-        )
+        if ran.status and _NO_MODULE.search(_last_line(ran)):
+            return Result(item=name, verdict="error", words=f"the command {_ended(ran)}", runs=runs)
+        judged = Judgement("failed", _ended(ran)) if ran.status else Judgement("passed", "the command succeeds")
         return Result(item=name, verdict=judged.verdict, words=judged.words, observed=ran.status, runs=runs)
     judged = outcomes.judge_green(tests, ran.status or 0)
     return Result(item=name, verdict=judged.verdict, words=judged.words, observed=_counts(tests), runs=runs)
@@ -173,25 +183,35 @@ def _tested(item: Item, bench: Bench, commit: str, tree: Path, junit: str = "") 
 
 
 def _quiet(item: Equivalence, bench: Bench) -> Result:
-    """Rules that must have run on a capsule and found nothing: skipped, failed or undetermined is not quiet."""
+    """Rules that must have run, and found nothing, on a capsule recorded after the fix.
+
+    Skipped, failed or undetermined is not quiet. A capsule from before the fix shows nothing, whatever the rules say.
+    """
     path = bench.repository.root / item.capsule
     try:
-        report, digest = bench.analyze(path, item.rules)
+        report, digest, recorded = bench.analyze(path, item.rules)
     except Exception as error:  # the worker's words: unusable, killed, out of time
         return Result(item="equivalence", verdict="error", words=str(error))
+    when = order(recorded, bench.repository, bench.broken, bench.fixed, bench.own)
     states = {rule: _state(report, rule) for rule in item.rules}
     loud = {rule: words for rule, words in states.items() if words != "quiet"}
     verdict: Verdict = "passed"
-    if loud:
+    words = "; ".join(f"{rule} {state}" for rule, state in loud.items())
+    if when.problem:
+        verdict, words = "error", when.problem
+    elif loud:
         verdict = "failed" if any(words.startswith("finds") for words in loud.values()) else "error"
-    words = "; ".join(f"{rule} {state}" for rule, state in loud.items()) or f"{len(states)} rules ran and are quiet"
+    else:
+        ran = f"{len(states)} rules ran and are quiet"
+        words = f"{ran}; note: {when.note}" if when.note else ran
+    note = {"note": when.note} if when.note else {}
     return Result(
         item="equivalence",
         verdict=verdict,
         words=words,
         observed=states,
-        baseline={"capsule": item.capsule, "sha256": digest},
-        threshold="every rule ran and found nothing at warning or above",
+        baseline={"capsule": item.capsule, "sha256": digest, "recorded": msgspec.to_builtins(recorded) | note},
+        threshold="every rule ran and found nothing at warning or above, on a capsule recorded after the fix",
     )
 
 
@@ -222,7 +242,7 @@ def _performance(item: Performance, bench: Bench) -> Result:
             runs.append(_kept(item.command, commit, ran))
             which = "broken revision" if commit == bench.broken else "fix"
             if ran.problem or ran.status:
-                words = ran.problem or f"ends with status {ran.status}"
+                words = ran.problem or _ended(ran)
                 return Result(item="performance", verdict="error", words=f"on the {which}: {words}", runs=runs)
             number = performance.number_of(ran.output)
             if number is None or number <= 0:
@@ -282,6 +302,16 @@ def _kept(command: str, commit: str, ran: Ran) -> Run:
         output=ran.output,
         output_sha256=digest_of(ran.output),
     )
+
+
+def _ended(ran: Ran) -> str:
+    """How a command ended that did not succeed, with the last line it printed: there the cause stands as a rule."""
+    said = one_line(_last_line(ran), 300)
+    return f"ends with status {ran.status}" + (f": {said}" if said else "")
+
+
+def _last_line(ran: Ran) -> str:
+    return ran.output.rstrip().rpartition("\n")[2].strip()
 
 
 def digest_of(output: str) -> str:

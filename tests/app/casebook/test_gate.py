@@ -222,6 +222,10 @@ def no_test_runner(made: Made) -> None:
     made.plan["regression"]["command"] = f"{sys.executable} -c 'import loss'"
 
 
+def no_such_module(made: Made) -> None:
+    made.plan["regression"]["command"] = f"{sys.executable} -m no_such_runner -q {NODE}"
+
+
 def no_such_file(made: Made) -> None:
     made.plan["regression"]["files"] = ["tests/../../outside.py"]
 
@@ -234,6 +238,7 @@ REGRESSION: list[tuple[Callable[[Made], None], str, str]] = [
     (collects_nothing, "error", "collects nothing"),
     (takes_too_long, "error", "timed out after 1.5 s"),
     (no_test_runner, "error", "no JUnit XML"),
+    (no_such_module, "error", "No module named no_such_runner; it wrote no JUnit XML"),
     (no_such_file, "error", "does not lie in the repository"),
 ]
 
@@ -342,6 +347,26 @@ class TestItems:
         found = self.only(made, worker, "equivalence", capsule="after.capsule", rules=rules)
         assert found.verdict == "passed"
         assert found.baseline["sha256"] == Capsule.open(made.root / "after.capsule").digest()
+
+    def test_a_capsule_from_before_the_fix_shows_nothing(self, made: Made, worker: Worker) -> None:
+        with CapsuleWriter(
+            made.root / "after.capsule",
+            phase="training",
+            manifest={"run": {"code": {"commit": made.broken, "dirty": False}}},
+        ) as writer:
+            writer.scalars("loss", step=range(60), value=[2.0 - i / 100 for i in range(60)])
+        rules = ["numerics/loss-nonfinite"]
+        found = self.only(made, worker, "equivalence", capsule="after.capsule", rules=rules)
+        assert found.verdict == "error"
+        assert f"was recorded at {made.broken[:12]}, before the fix" in found.words
+        assert not (made.root / f"gates/{CASE}.json").exists()
+
+    def test_a_runner_that_is_not_installed_does_not_blame_the_fix(self, made: Made, worker: Worker) -> None:
+        found = self.only(made, worker, "neighbours", command=f"{sys.executable} -m no_such_runner")
+        assert found.verdict == "error"
+        assert found.words.endswith("No module named no_such_runner")
+        failing = f"{sys.executable} -c 'import no_such_module'"
+        assert self.only(made, worker, "neighbours", command=failing).verdict == "failed"
 
     def test_a_rule_that_fires_is_not_quiet_and_one_that_was_skipped_shows_nothing(
         self, made: Made, worker: Worker
@@ -498,3 +523,15 @@ def test_init_writes_what_card_and_git_know(made: Made) -> None:
         gate.plan()
     with pytest.raises(GateError, match="is there already"):
         gate.init()
+
+
+def test_init_names_the_capsule_of_the_card_where_it_is_here(made: Made) -> None:
+    with CapsuleWriter(made.root / "runs" / "a.capsule") as writer:
+        writer.scalars("loss", step=[0], value=[1.0])
+    log = made.root / "debug-cases.md"
+    id = Capsule.open(made.root / "runs" / "a.capsule").id
+    log.write_text(f"{log.read_text()}- **Occurrences:** 2026-11-29 run a, step 0, capsule {id}, fixed by abc1234\n")
+    assert 'capsule = "runs/a.capsule"\n\n[regression]' in Gate(CASE, made.root).init().read_text()
+    (made.root / f"gates/{CASE}.toml").unlink()
+    shutil.rmtree(made.root / "runs")
+    assert 'capsule = ""\n\n[regression]' in Gate(CASE, made.root).init().read_text()

@@ -48,3 +48,25 @@ def test_nothing_is_filled_in_where_every_commit_files_a_case(tmp_path: Path, ca
     draft = resolve_draft(capsule, str(log))
     assert "fix_commit" not in draft.values
     assert draft.head == ""
+
+
+def test_the_fix_of_the_card_comes_before_head(repository: Path, capsule: str) -> None:
+    fix = git(repository, "rev-parse", "HEAD")[:12]
+    git(repository, "commit", "-q", "--allow-empty", "-m", "Something else")
+    head = git(repository, "rev-parse", "HEAD")[:12]
+    card = "# Cases\n\n## own-case · NaN\n\n- **Rules:** numerics/loss-nonfinite\n- **Fix:** shift once (commit FIX)\n"
+    (repository / "debug-cases.md").write_text(card.replace("FIX", fix))
+    draft = resolve_draft(capsule, str(repository))
+    assert draft.values["case"] == "own-case"
+    assert draft.values["fix_commit"] == fix
+    assert draft.head == f"on the card: {fix} Shift the labels once; HEAD {head} Something else"
+
+
+@pytest.mark.parametrize("fix", ["shift once (commit 0123456789ab)", "shift once", "(commit --all)"])
+def test_a_card_whose_fix_is_not_here_leaves_head(repository: Path, capsule: str, fix: str) -> None:
+    head = git(repository, "rev-parse", "HEAD")[:12]
+    card = "# Cases\n\n## own-case · NaN\n\n- **Rules:** numerics/loss-nonfinite\n- **Fix:** FIX\n"
+    (repository / "debug-cases.md").write_text(card.replace("FIX", fix))
+    draft = resolve_draft(capsule, str(repository))
+    assert (draft.values["case"], draft.values["fix_commit"]) == ("own-case", head)
+    assert draft.head == f"HEAD {head} Shift the labels once"
