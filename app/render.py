@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyzers.finding import Candidate, Counterfactual, Evidence, Finding, Where
-from ..analyzers.report import ALARMS, IMPORT, CapsuleReport, Mark, Report, exit_status, judged
+from ..analyzers.report import ALARMS, END, IMPORT, CapsuleReport, Mark, Report, exit_status, judged, lacking, unjudged
 from .numbers import size
 from .text import ending, keep_tail, one_line
 
@@ -35,6 +34,8 @@ MARKS: dict[Mark, tuple[str, str]] = {
 _DIM = "bright_black"
 _INDENT = 3
 _MOST_LINES = 8
+#: Characters of a value that still stands with the figures, to the right.
+_FIGURE = 24
 
 
 def print_report(report: Report | CapsuleReport, console: Console, *, within: str = "") -> None:
@@ -193,7 +194,7 @@ def _title(report: CapsuleReport, width: int) -> RenderableType:
     return line
 
 
-def _nothing_diverged(report: CapsuleReport, within: str) -> Text:
+def _nothing_diverged(report: CapsuleReport, within: str) -> RenderableType:
     ran = len(report.quiet) + len({each.rule for each in report.findings})
     unread = any(each.rule == IMPORT for each in report.errors)
     if unread and not judged(report):
@@ -204,9 +205,17 @@ def _nothing_diverged(report: CapsuleReport, within: str) -> Text:
         return Text(" ? No divergence was found, but see below", "yellow")
     if unread:
         return Text(f" ? Nothing found in what could be read: {_count(ran, 'rule')} ran", "yellow")
+    if words := unjudged(report):
+        return _remarked("–", words, "yellow")
+    if remark := next((each.summary for each in report.findings if each.rule == END), ""):
+        return _remarked("·", f"Nothing found but a remark: {remark}", "")
     if within:
         return Text(f" ? Nothing found in {within}: {_count(ran, 'rule')} ran; the rest was not read", "yellow")
     return Text(f" ✓ Nothing found: {_count(ran, 'rule')} ran", "green")
+
+
+def _remarked(sign: str, words: str, style: str) -> Padding:
+    return Padding(Text(f"{sign} {one_line(words, 500)}", style), (0, 0, 0, 1))
 
 
 def _beside(finding: Finding) -> list[Evidence]:
@@ -232,7 +241,8 @@ def _evidence_table(rows: Sequence[Evidence]) -> Table:
         remark = Text(unit)
         if each.note:
             remark.append(f"{'  ' if unit else ''}{one_line(each.note)}", _DIM)
-        cells = [Text(one_line(each.name)), Text(value, "bold")]
+        words = isinstance(each.value, str) and len(value) > _FIGURE  # an error, say: folded, it reads from the left
+        cells = [Text(one_line(each.name)), Text(value, "bold", justify="left" if words else None)]
         if expected:
             cells.append(Text(bound if each.expected is not None else ""))
         table.add_row(*cells, remark)
@@ -323,9 +333,7 @@ def _unsaid(report: CapsuleReport) -> list[RenderableType]:
     if report.quiet:
         table.add_row("Quiet", Text(f"{_count(len(report.quiet), 'rule')} ran and found nothing"))
     if report.skipped:
-        lacking = Counter(need for each in report.skipped for need in each.missing)
-        # Names of evidence, which can be captured, come before sentences, of which some say that a rule does not apply.
-        wanted = sorted(lacking.items(), key=lambda each: (-each[1], " " in each[0]))[:3]
+        wanted = lacking(report)[:3]
         most = [f"{one_line(need).replace('|', ' or ')} ({count})" for need, count in wanted]
         text = Text(f"{_count(len(report.skipped), 'rule')} for lack of evidence; most wanted: ")
         text.append(", ".join(most), _DIM)

@@ -16,7 +16,7 @@ from .traced import Bottleneck, Traced, coverage, hottest, kind, traced, world_s
 if TYPE_CHECKING:
     from ...capsules import Capsule
 
-_NEEDS = ("records.profile.window_ms", "records.profile.compute_ms")
+_NEEDS = ("records.profile.window_ms",)  # what a trace of a CPU alone lacks is said by `traced`
 
 
 @rule(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "performance/gpu-idle",
     stage="runtime",
     severity="warning",
-    needs=("records.profile.compute_ms|scalars.gpu_utilization",),
+    needs=("records.profile.window_ms|scalars.gpu_utilization",),
     explained_by=(
         "performance/input-bound",
         "performance/launch-bound",

@@ -277,7 +277,9 @@ class TestAbstention:
 
     def test_a_cpu_alone(self, judge: Judge):
         trace = KinetoTrace(deviceProperties=[]).step(4, 0, 10).step(5, 10, 10).add("cpu_op", "aten::mm", 1, 8)
-        assert len(judge(trace).skipped) == len(FAMILY)
+        report = judge(trace)
+        assert len(report.skipped) == len(FAMILY)
+        assert any("of a CPU alone" in each for each in self.reasons(report))
 
     def test_a_trace_without_steps(self, judge: Judge):
         """Ten seconds pass between two kernels while libraries are loaded: initialisation, not idleness."""

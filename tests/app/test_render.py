@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
 from llmconsole.analyzers.finding import Candidate, Counterfactual, Evidence, Finding, Where
 from llmconsole.analyzers.report import CapsuleName, CapsuleReport, FirstDivergence, Report, RuleError, Rung, Skipped
 from llmconsole.analyzers.stages import STAGES
+from llmconsole.app.cli import main
 from llmconsole.app.render import figure, observed, place_of, print_report
 from rich.console import Console
+
+from ..traces import KinetoTrace
 
 CAUSE = Finding(
     rule="objective/reduction",
@@ -150,6 +154,88 @@ def test_a_rule_that_failed_is_a_row():
 
 def test_where_nothing_diverged_it_says_how_many_rules_ran():
     assert "✓ Nothing found: 1 rule ran" in printed(report_of())
+
+
+WARM_UP = "a trace of later steps: the first one of a job is warm-up"
+
+
+def unjudged_report(*skipped: Skipped, mark: str = "not captured", errors: tuple[RuleError, ...] = ()) -> CapsuleReport:
+    """A report of a capsule that is whole, and of which the rules of runtime say no more than ``mark``."""
+    marks = {"capture": "quiet", "runtime": mark}
+    ladder = tuple(Rung(stage=stage, mark=marks.get(stage, "not captured")) for stage in STAGES)  # pyright: ignore[reportArgumentType]
+    return msgspec.structs.replace(report_of(errors=errors), ladder=ladder, skipped=skipped)
+
+
+OTHERS = tuple(Skipped(rule=f"data/{each}", missing=("batches.input_ids",)) for each in "abc")
+NO_REPLAY = Skipped(rule="capsule/not-replayable", missing=("a recording: raw files hold no step",))
+
+
+def test_evidence_that_no_rule_could_judge_is_no_health_and_its_reason_comes_first():
+    skipped = (NO_REPLAY, *OTHERS, Skipped(rule="performance/gpu-idle", missing=(WARM_UP,)))
+    text = " ".join(printed(unjudged_report(*skipped)).split())
+    assert f"– Nothing could be judged; wanted: {WARM_UP}" in text
+    assert f"most wanted: {WARM_UP} (1), batches.input_ids (3), a recording" in text
+    assert "✓ Nothing found" not in text
+
+
+def test_one_stage_that_was_judged_is_said_as_before():
+    skipped = (*OTHERS, Skipped(rule="performance/gpu-idle", missing=(WARM_UP,)))
+    text = " ".join(printed(unjudged_report(*skipped, mark="quiet")).split())
+    assert "✓ Nothing found: 1 rule ran" in text
+    assert f"most wanted: batches.input_ids (3), {WARM_UP} (1)" in text
+
+
+def test_without_a_reason_in_words_no_rule_had_its_evidence():
+    assert "Nothing could be judged: no rule had the evidence it needs" in printed(unjudged_report(NO_REPLAY, *OTHERS))
+
+
+@pytest.mark.parametrize("skipped", [(), (NO_REPLAY,)])
+def test_who_asks_about_the_capsule_alone_is_answered(skipped: tuple[Skipped, ...]):
+    assert "✓ Nothing found: 1 rule ran" in printed(unjudged_report(*skipped))
+
+
+def test_a_rule_that_failed_had_its_evidence():
+    errors = (RuleError(rule="performance/gpu-idle", error="KeyError"),)
+    assert "no rule had the evidence" not in printed(unjudged_report(*OTHERS, mark="error", errors=errors))
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, f"– Nothing could be judged; wanted: {WARM_UP}"), (4, "✗ First")])
+def test_a_trace_of_the_first_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, said: str):
+    trace = KinetoTrace()
+    for step in range(steps):
+        trace.step(step + 1, 10.0 * step, 10).data(10.0 * step, 5).kernel(10.0 * step + 5.5, 4)
+    status = main(["analyze", str(trace.write(tmp_path / "a.pt.trace.json"))])
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert status == (steps > 1)
+
+
+ENDED = Finding(
+    rule="runtime/job-failed", stage="runtime", severity="info", confidence="undetermined", kind="hygiene",
+    title="The scheduler ended the job", summary="The scheduler ended the job after step 4: time limit.",
+)  # fmt: skip
+
+
+def test_how_a_job_ended_stands_beside_the_news_that_nothing_was_found():
+    text = " ".join(printed(report_of(ENDED)).split())
+    assert "· Nothing found but a remark: The scheduler ended the job after step 4: time limit. Noted" in text
+    assert "✓ Nothing found" not in text
+    assert "✓ Nothing found: 2 rules ran" in printed(report_of(INFO))
+
+
+def test_long_words_in_a_cell_read_from_the_left_and_figures_stand_to_the_right():
+    words = "ValueError: the sequences of this batch are longer than the longest one that the position embeddings know"
+    evidence = (Evidence(name="error", value=words, expected="none"), Evidence(name="kind", value="eager"))
+    evidence += (Evidence(name="errors", value=1, expected=0, note="in the log"),)
+    finding = msgspec.structs.replace(CAUSE, counterfactual=None, evidence=evidence)
+    lines = printed(report_of(finding, first=finding)).splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("   error  "))
+    left = lines[start].index("ValueError")
+    folded = lines[start + 1 : next(at for at, line in enumerate(lines) if line.startswith("   kind"))]
+    assert folded
+    assert all(len(line) - len(line.lstrip()) == left for line in folded)
+    right = [line.index(value) + len(value) for line in lines for value in ("eager",) if line.startswith("   kind")]
+    assert right == [line.index(" 1 ") + 2 for line in lines if line.startswith("   errors")]
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_of_several_reports_the_healthy_ones_take_three_lines():

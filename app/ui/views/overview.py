@@ -17,7 +17,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from ....analyzers.finding import Finding
-from ....analyzers.report import ALARMS, CapsuleReport
+from ....analyzers.report import ALARMS, CapsuleReport, lacking, unjudged
 from ...commands.rules import RuleRow, Rules, documentation
 from ...render import MARKS, finding_block, ladder_line, place_of, sign_of
 from ...text import keep_tail, one_line
@@ -246,8 +246,10 @@ def outline(report: CapsuleReport) -> list[tuple[Finding, int]]:
 
 def rows_of(report: CapsuleReport, rules: dict[str, RuleRow], width: int) -> list[Row[Item]]:
     """The rows of the list: findings, rules that failed, stages without evidence, what was quiet or skipped."""
-    all_well = not any(each.severity in ALARMS for each in report.findings)
-    rows: list[Row[Item]] = [_quiet_row(report)] if report.quiet and all_well else []
+    words = unjudged(report)
+    all_well = not words and not any(each.severity in ALARMS for each in report.findings)
+    rows: list[Row[Item]] = [_unjudged_row(report, words, width)] if words else []
+    rows += [_quiet_row(report)] if report.quiet and all_well else []
     for number, (finding, depth) in enumerate(outline(report)):
         text = _finding_line(finding, depth, width)
         rows.append(Row(f"{number} {finding.rule} {finding.where}", text, Item(finding, finding.rule)))
@@ -263,6 +265,14 @@ def rows_of(report: CapsuleReport, rules: dict[str, RuleRow], width: int) -> lis
     if report.quiet and not all_well:
         rows.append(_quiet_row(report))
     return rows
+
+
+def _unjudged_row(report: CapsuleReport, words: str, width: int) -> Row[Item]:
+    body = [Text(f" {one_line(words, 600)}", "bold"), Text()]
+    for need, count in lacking(report):
+        if " " in need:
+            body.append(Text(f"   {count} rule{'s' * (count > 1)} wanted {one_line(need, 600)}", _DIM))
+    return Row("judged", _not_captured("", one_line(words, 600), width), Item(body=tuple(body)))
 
 
 def _quiet_row(report: CapsuleReport) -> Row[Item]:
@@ -293,20 +303,22 @@ def _finding_line(finding: Finding, depth: int, width: int) -> Text:
 def _stage_rows(report: CapsuleReport, rules: dict[str, RuleRow], width: int) -> list[Row[Item]]:
     """What to capture so that a stage can be judged, a line each; stages that nothing judges yet share one."""
     rows: list[Row[Item]] = []
-    unjudged: list[str] = []
+    of_no_rule: list[str] = []
     for stage in (each.stage for each in report.ladder if each.mark == "not captured"):
         own = [each for each in report.skipped if each.rule in rules and rules[each.rule].stage == stage]
-        lacking = Counter(need for each in own for need in each.missing)
-        if not lacking:
-            unjudged.append(stage)
+        needs = Counter(need for each in own for need in each.missing)
+        if not needs:
+            of_no_rule.append(stage)
             continue
-        words = one_line(what_to_capture([need for need, _ in lacking.most_common()]))
+        wanted = [need for need, _ in needs.most_common()]
+        told = [need for need in wanted if " " in need] if unjudged(report) else []  # of evidence that was given
+        words = one_line(what_to_capture(told or wanted))
         body = [Text(f" {stage}: not captured", "bold"), Text(f"   {words}"), Text()]
         body += [Text(f"   {one_line(each.rule)} needs {one_line(', '.join(each.missing))}") for each in own]
         rows.append(Row(f"stage {stage}", _not_captured(f"{stage}  ", words, width), Item(body=tuple(body))))
-    if unjudged and rules:
-        words = "no rule of this version judges " + ("these stages" if len(unjudged) > 1 else "this stage")
-        line = _not_captured(", ".join(unjudged) + "  ", words, width)
+    if of_no_rule and rules:
+        words = "no rule of this version judges " + ("these stages" if len(of_no_rule) > 1 else "this stage")
+        line = _not_captured(", ".join(of_no_rule) + "  ", words, width)
         rows.append(Row("unjudged", line, Item(body=(line,))))
     return rows
 
@@ -320,8 +332,8 @@ def _not_captured(head: str, words: str, width: int) -> Text:
 
 def _skipped_row(report: CapsuleReport, width: int) -> Row[Item]:
     count = len(report.skipped)
-    lacking = Counter(need for each in report.skipped for need in each.missing)
-    wanted = what_to_capture([need for need, _ in lacking.most_common()])
+    needs = [need for need, _ in lacking(report)]
+    wanted = what_to_capture(needs[:1] if unjudged(report) else needs)
     line = _not_captured(f"{count} rule{'s' * (count > 1)} skipped  ", one_line(wanted), width)
     body: list[RenderableType] = [Text(" Skipped for lack of evidence", "bold")]
     for each in report.skipped:

@@ -7,7 +7,7 @@ from rich.text import Text
 from textual.widgets import Static
 
 from ....analyzers.finding import Finding
-from ....analyzers.report import CapsuleReport
+from ....analyzers.report import CapsuleReport, unjudged
 from ...render import MARKS, observed, place_of
 from ...text import one_line
 
@@ -71,6 +71,8 @@ def ladder(report: CapsuleReport) -> Text:
 def first(report: CapsuleReport) -> list[RenderableType]:
     """The first divergence: its name, its place, its sentence, how sure it is."""
     found = _first_finding(report)
+    if found is None and (words := unjudged(report)):
+        return [Text(f"{one_line(words, 600)}.", style="yellow")]
     if found is None:
         return [Text(f"Nothing diverged: {len(report.quiet)} checks ran and found nothing.", style="green")]
     head = Text()

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmconsole.analyzers.runner import analyze
 from llmconsole.app.entry import RAW
 from llmconsole.app.ui.app import Console
 from llmconsole.app.ui.screens.asking import AskScreen
 from llmconsole.app.ui.screens.capsule import CapsuleScreen
 from llmconsole.app.ui.screens.home import HomeScreen
+from llmconsole.app.ui.views.overview import rows_of
 from llmconsole.app.ui.widgets.rows import Rows
+from llmconsole.app.ui.widgets.verdict import first
 from llmconsole.capsules import Capsule
+from llmconsole.capsules.importers import import_files
 from textual.widgets import Input
 
+from ...traces import KinetoTrace
 from ..test_raw_files import log
 from .test_home import lines
 
@@ -42,6 +47,23 @@ def runs(tmp_path: Path) -> Path:
 
 def said(console: Console) -> str:
     return "\n".join(each.message for each in console._notifications)
+
+
+@pytest.mark.parametrize("number", [1, 200])
+def test_a_trace_that_cannot_be_judged_is_not_shown_as_healthy(tmp_path: Path, number: int) -> None:
+    """The first step of a job is warm-up; a later one is judged."""
+    trace = KinetoTrace().step(number, 0, 10).kernel(0.5, 9)
+    path = import_files([trace.write(tmp_path / "a.pt.trace.json")], tmp_path / "out", attach=False)
+    report = analyze(Capsule.open(path))
+    shown = [row.text.plain for row in rows_of(report, {}, 120)]
+    told = str(first(report)[0])
+    if number == 1:
+        assert shown[0].startswith(" – Nothing could be judged; wanted: a trace of later steps")
+        assert any("rules skipped  a trace of later steps" in each for each in shown)
+        assert told.startswith("Nothing could be judged; wanted: a trace of later steps")
+    else:
+        assert not any("could be judged" in each for each in (*shown, told))
+        assert not any("rules skipped  a trace" in each for each in shown)
 
 
 def test_a_job_of_two_logs_is_judged_drawn_and_made_a_capsule(runs: Path, scratch: Path, until: Until) -> None:
