@@ -12,9 +12,10 @@ import pytest
 # another on two cores, spinning, and small models take five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Tests that drive a screen and real worker processes side by side. On an overloaded machine an answer may come between
-#: two looks of a test; such a test is run again, and the run says so (R).
+#: Tests that drive a screen, or several processes of a job, side by side. On an overloaded machine an answer may come
+#: between two looks of a test; such a test is run again, and the run says so (R).
 SCREENS = Path(__file__).parent / "app" / "ui"
+JOBS = (Path(__file__).parent / "distributed", Path(__file__).parent / "capsules" / "recorder" / "test_distributed")
 
 #: Whole demos and pictures of every screen take minutes each.
 LONGEST = (Path(__file__).parent / "end_to_end", SCREENS)
@@ -32,8 +33,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give screen tests a second and a third try; begin with the longest files, so that two processes end together."""
+    """Give tests of screens and jobs a second and a third try; begin with the longest files, so that two processes end together."""
     items.sort(key=lambda item: next((at for at, each in enumerate(LONGEST) if item.path.is_relative_to(each)), 9))
     for item in items:
-        if item.path.is_relative_to(SCREENS):
+        if str(item.path).startswith(tuple(map(str, (SCREENS, *JOBS)))):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=1))
