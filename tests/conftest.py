@@ -33,7 +33,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests of screens and jobs two more tries; begin with the longest files, so that two processes end together."""
+    """Two more tries for tests of screens and jobs; the longest files first, so that two processes end together."""
     items.sort(key=lambda item: next((at for at, each in enumerate(LONGEST) if item.path.is_relative_to(each)), 9))
     for item in items:
         if str(item.path).startswith(tuple(map(str, (SCREENS, *JOBS)))):
