@@ -350,16 +350,21 @@ class TestInputBetweenSteps:
     def test_a_short_run_is_enough_where_the_slow_rank_stands_apart(
         self, build: Any, steps: int, others: float, fires: bool
     ) -> None:
-        """Own times of 5 to 30 ms on a busy machine, and 250 ms more on rank 2; ``others``: a slow step of rank 0."""
+        """Own times of 5 to 170 ms on a busy machine, and 600 ms more on rank 2; ``others``: a slow step of rank 0."""
         noise = np.random.default_rng(3).lognormal(2.5, 0.8, (steps, 4))
         noise[-1, 0] *= others
-        capsule = build(self.loop(lambda s, r: 1, lambda s, r: noise[s, r] + 250 * (r == 2), 4, steps))
+        capsule = build(self.loop(lambda s, r: 1, lambda s, r: noise[s, r] + 600 * (r == 2), 4, steps))
         (rule,) = (each for each in all_rules() if each.id == STRAGGLER)
         report = analyze(capsule, [rule])
         assert [each.where.rank for each in report.findings] == [2] * fires
         # Too short a run is not called even: silence would say that it looked and found nothing.
         assert [each.rule for each in report.skipped] == [STRAGGLER] * (not fires)
         assert list(report.quiet) == []
+
+    def test_a_rank_whose_core_others_share_for_a_few_steps_is_no_straggler(self, said: Any) -> None:
+        """Twice as slow at each of 8 steps: the times of neighbouring steps go together on a busy machine."""
+        noise = np.random.default_rng(3).uniform(4.0, 8.0, (8, 2))
+        assert said(STRAGGLER, self.loop(lambda s, r: 1, lambda s, r: 10 * noise[s, r] * (1 + r), 2, 8)) == []
 
     def test_a_few_steps_on_a_busy_machine_say_nothing(self, said: Any) -> None:
         for seed in range(30):

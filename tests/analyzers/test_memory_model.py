@@ -54,6 +54,7 @@ def group() -> Iterator[Callable[..., None]]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.flaky(reruns=2)  # torch's profiler drops events of the allocator now and then on a busy machine
 @pytest.mark.parametrize(("batch", "again"), [(2, "none"), (16, "full")])
 @pytest.mark.parametrize("precision", ["fp32", "half-gathered"])
 @pytest.mark.parametrize("shape", [BASE.changed(layers=6), LLAMA], ids=["gpt", "llama"])

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,9 +246,13 @@ class TestExitStatus:
 
 
 class TestHome:
-    def test_names_the_directories_that_hold_some_where_there_is_none_directly(self, cli: Run, runs: Path):
-        done = cli(str(runs.parent), "--list")
-        assert f"   {runs}\n" in done.stdout
+    def test_names_the_directories_that_hold_some_where_there_is_none_directly(
+        self, cli: Run, runs: Path, tmp_path: Path
+    ):
+        below = tmp_path / "below"
+        shutil.copytree(runs, below)
+        done = cli(str(tmp_path), "--list")
+        assert f"   {below}\n" in done.stdout
         assert "Recorder" not in done.stdout
 
     def test_lists_the_capsules_and_says_what_to_type_next(self, cli: Run, runs: Path):
