@@ -51,8 +51,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         at least 60 % of them, while it costs 10 % of the step and 5 ms or more; waiting for input is judged by itself,
         too, from 20 % of the step on. Three steps are enough where the times of the others are steady; twelve, and
         slowness in 80 % of them, where they scatter by a quarter of their size; or fewer where the rank takes three
-        times as long at each as any other at any, and chance would have it so in less than 1 of 1,000 jobs. The share
-        of calls to which it came last is shown beside the 95th percentile of ranks that take turns. Info where a large
+        times as long, and 100 ms longer, at each as any other at any, and chance would have it so in less than 1 of
+        1,000 jobs. The share of calls to which it came last is shown beside the 95th percentile of ranks that take turns. Info where a large
         loss moves from rank to rank: that is work of unequal length, no slow rank. Undetermined where a rank only
         queues its calls after all others: its host may run less far ahead, and no device wait. Where fewer steps are on
         record than the scatter asks for, the rule is skipped.
@@ -190,7 +190,8 @@ def _apart(losses: Mapping[int, Mapping[int, tuple[float, float]]], rank: int) -
     mine = [own for own, _ in losses[rank].values()]
     theirs = [own for other, each in losses.items() if other != rank for own, _ in each.values()]
     orders = math.comb(len(mine) + len(theirs), len(mine))
-    return min(mine) > T.APART * max(theirs, default=math.inf) and len(losses) <= T.BY_LUCK * orders
+    longest = max(theirs, default=math.inf)
+    return min(mine) > max(T.APART * longest, T.APART_SECONDS + longest) and len(losses) <= T.BY_LUCK * orders
 
 
 def _judge(timing: Timing, rank: int, pieces: Mapping[int, tuple[float, float]], most: float) -> _Slow | None:

@@ -65,8 +65,8 @@ LOST_TO_INPUT = 0.2
 WARM_UP_STEPS, STEPS_READ = 3, 2000
 #: Fewest steps that say anything: where the own times of the other ranks are steady, where they are anything but, and
 #: so many more for a scatter as large as they are; chance at which all times of a rank may be above all of the others,
-#: and how many times as long it must take at least.
-FEWEST_PIECES, NOISY_PIECES, PIECES_PER_NOISE, BY_LUCK, APART = 3, 12, 36, 1e-3, 3
+#: and how many times as long and seconds longer it must take: what a scheduler takes from a rank is tens of ms.
+FEWEST_PIECES, NOISY_PIECES, PIECES_PER_NOISE, BY_LUCK, APART, APART_SECONDS = 3, 12, 36, 1e-3, 3, 0.1
 #: Fewest calls of all ranks, and pieces they are cut into; quantile of a rank's distance that is its clock's.
 FEWEST_CALLS, PIECES, CLOCK_QUANTILE = 4, 40, 0.05
 #: Share of calls, fewest of them, and seconds, by which a rank that queues its calls after all others is worth a look.
