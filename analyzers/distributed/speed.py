@@ -54,9 +54,8 @@ def straggler(capsule: Capsule) -> Iterator[Finding]:
         times as long, and 100 ms longer, at each as any other at any, and chance would have it so in less than 1 of
         1,000 jobs. The share of calls to which it came last is shown beside the 95th percentile of ranks that take
         turns. Info where a large loss moves from rank to rank: that is work of unequal length, no slow rank.
-        Undetermined where a rank only
-        queues its calls after all others: its host may run less far ahead, and no device wait. Where fewer steps are on
-        record than the scatter asks for, the rule is skipped.
+        Undetermined where a rank only queues its calls after all others: its host may run less far ahead, and no device
+        wait. Where fewer steps are on record than the scatter asks for, the rule is skipped.
 
     Looks like it but is not:
         Ranks that wait: they show the longest times in collectives. Warm-up, one slow step for a checkpoint or an
