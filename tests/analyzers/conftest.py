@@ -16,8 +16,10 @@ if ROOT not in sys.path:
 
 from llmconsole.analyzers.finding import Finding  # noqa: E402
 from llmconsole.analyzers.registry import Rule, all_rules  # noqa: E402
+from llmconsole.analyzers.report import CapsuleReport  # noqa: E402
 from llmconsole.analyzers.runner import analyze  # noqa: E402
 from llmconsole.capsules import Capsule, CapsuleWriter  # noqa: E402
+from llmconsole.capsules.importers import import_files  # noqa: E402
 
 
 def rule_named(rule_id: str) -> Rule:
@@ -49,5 +51,18 @@ def findings_of() -> Callable[[str, Capsule], list[Finding]]:
         assert not report.errors, report.errors
         assert not report.skipped, report.skipped
         return list(report.findings)
+
+    return run
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[str], CapsuleReport]:
+    """The report of one log."""
+
+    def run(text: str) -> CapsuleReport:
+        (tmp_path / "job.out").write_text(text)
+        report = analyze(Capsule.open(import_files([tmp_path / "job.out"], tmp_path / "made", attach=False)))
+        assert not report.errors
+        return report
 
     return run

@@ -27,19 +27,6 @@ Read = Callable[[str], CapsuleReport]
 Lines = dict[int, list[str]]
 
 
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    """The report of one log."""
-
-    def run(text: str) -> CapsuleReport:
-        (tmp_path / "job.out").write_text(text)
-        report = analyze(Capsule.open(import_files([tmp_path / "job.out"], tmp_path / "made", attach=False)))
-        assert not report.errors
-        return report
-
-    return run
-
-
 def watchdog(rank: int, seq: int = 456) -> list[str]:
     who = f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
     work = f"WorkNCCL(SeqNum={seq}, OpType=ALLREDUCE, NumelIn=100, NumelOut=100, Timeout(ms)=600000)"

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from llmconsole.analyzers.report import CapsuleReport
-from llmconsole.analyzers.runner import analyze
-from llmconsole.capsules import Capsule
-from llmconsole.capsules.importers import import_files
 
 FAILED, DIED = "runtime/job-failed", "distributed/rank-died-first"
 LOSS_NAN = "numerics/loss-nonfinite"
@@ -27,19 +23,6 @@ SEGFAULT = (
 )
 
 Read = Callable[[str], CapsuleReport]
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    """The report of one log."""
-
-    def run(text: str) -> CapsuleReport:
-        (tmp_path / "job.out").write_text(text)
-        report = analyze(Capsule.open(import_files([tmp_path / "job.out"], tmp_path / "made", attach=False)))
-        assert not report.errors
-        return report
-
-    return run
 
 
 def finding(report: CapsuleReport, rule: str = FAILED) -> Any:

@@ -423,7 +423,7 @@ class TestFilesOfOtherVersions:
             [
                 ("torch::autograd::VariableType::(anonymous namespace)::mm(…)", "", 0),
                 ("torch::autograd::THPVariable_mm(_object*, _object*, _object*)", "", 0),
-                ("forward", "/work/model.py", 7),
+                ("forward", "/job/model.py", 7),
             ],
             "activation",
         ),
